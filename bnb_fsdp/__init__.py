@@ -1,0 +1,26 @@
+"""bitsandbytes' 8-bit and 32-bit optimizers for models sharded with FSDP2."""
+
+from .factory import create_optimizer, optimizer_class, optimizer_names
+from .integrations import install as _install_integrations
+from .optim import Adam, Adam8bit, Adam32bit, AdamW, AdamW8bit, AdamW32bit, Lion, Lion8bit, Lion32bit
+from .report import describe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adam",
+    "Adam8bit",
+    "Adam32bit",
+    "AdamW",
+    "AdamW8bit",
+    "AdamW32bit",
+    "Lion",
+    "Lion8bit",
+    "Lion32bit",
+    "create_optimizer",
+    "describe",
+    "optimizer_class",
+    "optimizer_names",
+]
+
+_install_integrations()

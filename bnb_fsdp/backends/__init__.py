@@ -1,0 +1,64 @@
+"""Backends and the choice among them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+from .base import Backend, Bucket, BucketKey, Slot
+from .torch_backend import TorchBackend
+
+__all__ = ["Backend", "Bucket", "BucketKey", "NAMES", "Slot", "check_name", "select"]
+
+NAMES = ("auto", "cpu", "torch")
+ENVIRONMENT_VARIABLE = "BNB_FSDP_BACKEND"
+
+_said: set[str] = set()
+
+
+def check_name(name: str | None) -> str:
+    """``name``, else ``$BNB_FSDP_BACKEND``, else "auto"; ValueError with the choices if unknown."""
+    source = "backend"
+    if name is None:
+        name, source = os.environ.get(ENVIRONMENT_VARIABLE) or "auto", ENVIRONMENT_VARIABLE
+    if name not in NAMES:
+        raise ValueError(f"{source}={name!r} is not a backend; choose one of {', '.join(NAMES)}.")
+    return name
+
+
+def _warn_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def select(device: torch.device, requested: str) -> Backend:
+    """The backend for tensors on ``device``.
+
+    "auto": the native library of the device type, else torch with one warning. A backend asked for by name
+    that cannot run there raises RuntimeError.
+    """
+    if requested == "torch":
+        return TorchBackend()
+    from .cpu import CpuBackend  # loads the library, so only when something steps
+    from .native import LibraryError
+
+    if device.type == "cpu":
+        try:
+            return CpuBackend()
+        except LibraryError as error:
+            if requested == "cpu":
+                raise RuntimeError(f"backend='cpu' was asked for, but {error}") from error
+            _warn_once(f"bnb_fsdp falls back to its slow torch backend for CPU tensors: {error}")
+            return TorchBackend()
+    if requested == "cpu":
+        raise RuntimeError(
+            f"backend='cpu' cannot update a tensor on {device}; use backend='auto' or 'torch', "
+            "or unset BNB_FSDP_BACKEND."
+        )
+    _warn_once(
+        f"bnb_fsdp has no native kernels for {device.type} tensors in this build and uses its slow torch backend."
+    )
+    return TorchBackend()

@@ -1,0 +1,207 @@
+"""The optimizer frame: parameter groups, state, and the plan that turns a step into a few native calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import backends, checkpoint, sharding, state
+from ..rules import Hyper, Rule
+from ..groups import check_overrides, parameter_name, resolve_overrides
+from .plan import Plan
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+Overrides = Mapping[str | Tensor, Mapping[str, int]]
+
+FORMAT = 1
+"""Version of the parameter groups' set of keys and of the state's layout."""
+
+
+class BlockwiseOptimizer(torch.optim.Optimizer):
+    """Base of all optimizers of this package; see its subclasses for hyperparameters.
+
+    Parameters may be plain tensors and DTensors of any mesh (`torch.distributed.fsdp.fully_shard`), mixed.
+    ``param_groups`` and ``state`` are keyed by the objects given. ``state[p]`` holds plain tensors of the
+    local shard: ``state1``, ``state2`` (uint8 with ``absmax1``, ``absmax2`` per 256 elements, or float32) and
+    ``step``; it appears at the first `step`, so that accelerate may swap parameters until then.
+
+    Raises ValueError for a parameter, hyperparameter or override that cannot work, naming it.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        *,
+        optim_bits: int,
+        min_8bit_size: int,
+        overrides: Overrides | None,
+        backend: str | None,
+    ) -> None:
+        self._backend = backends.check_name(backend)
+        self._overrides = check_overrides(overrides)
+        self._plan: Plan | None = None
+        defaults = {
+            **defaults,
+            "optim_bits": optim_bits,
+            "min_8bit_size": min_8bit_size,
+            "overrides": [],
+            "format": FORMAT,
+        }
+        super().__init__(params, defaults)
+        used = {key for group in self.param_groups for key in resolve_overrides(group, self._overrides)[1]}
+        unused = [key for key, _ in self._overrides if key not in used]
+        if unused:
+            raise ValueError(_unused_override(unused[0], self.param_groups))
+        # Parameters given as keys have become positions in the groups; only patterns can meet later groups.
+        self._overrides = [(key, value) for key, value in self._overrides if isinstance(key, str)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, checked first: on an error the optimizer is as it was."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        group = dict(param_group)
+        params = group["params"]
+        if not isinstance(params, (Tensor, set)):
+            group["params"] = params = list(params)
+        self._check_group({**self.defaults, **group}, len(self.param_groups))
+        before = len(self.param_groups)
+        super().add_param_group(group)
+        try:
+            added = self.param_groups[before]
+            for position, parameter in enumerate(added["params"]):
+                _check_parameter(parameter, parameter_name(self.param_groups, before, position))
+            if not added["overrides"]:
+                added["overrides"], _ = resolve_overrides(added, self._overrides)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+        self._plan = None
+
+    def _check_group(self, group: dict[str, Any], index: int) -> None:
+        where = f"{type(self).__name__}, group {index}"
+        _check_number(where, "lr", group["lr"])
+        if "betas" in group:
+            _check_betas(where, group["betas"])
+        for key in ("eps", "weight_decay"):
+            if key in group:
+                _check_number(where, key, group[key])
+        if group["optim_bits"] not in state.OPTIM_BITS:
+            raise ValueError(f"{where}: optim_bits={group['optim_bits']!r}; choose 8 or 32.")
+        minimum = group["min_8bit_size"]
+        if not isinstance(minimum, int) or isinstance(minimum, bool) or minimum < 0:
+            raise ValueError(f"{where}: min_8bit_size={minimum!r} must be an integer >= 0 (elements).")
+
+    def hyper(self, group: dict[str, Any]) -> Hyper:
+        """The group's hyperparameters as plain floats."""
+        betas = group.get("betas", (0.0, 0.0))
+        return Hyper(
+            lr=float(group["lr"]),
+            beta1=float(betas[0]),
+            beta2=float(betas[1]),
+            eps=float(group.get("eps", 0.0)),
+            weight_decay=float(group.get("weight_decay", 0.0)),
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; the others, their state and step count stay as they are.
+
+        Runs no DTensor operator and no collective. All gradients are checked before anything changes.
+        Returns what ``closure`` (which recomputes the loss, under grad mode) returns.
+
+        Raises ValueError for a gradient that is sparse or of another shape, sharding or dtype family than its
+        parameter, RuntimeError if state and parameter have parted ways or a native call fails.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._plan is None or not self._plan.gather():
+            self._plan = Plan(self)
+            if not self._plan.gather():
+                raise RuntimeError("parameters, gradients or state changed during step(); do not share an "
+                                   "optimizer between threads.")
+        self._plan.run([self.hyper(group) for group in self.param_groups])
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`, with the state as uint8 and float32 tensors.
+
+        Raises NotImplementedError while parameters are DTensors: see `bnb_fsdp.checkpoint`.
+        """
+        checkpoint.check_saveable(self)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; dtypes are kept, and nothing changes if anything does not fit."""
+        checkpoint.load(self, state_dict)
+        self._plan = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_backend": self._backend, "_overrides": self._overrides}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None
+
+
+def fixed(owner: str, **values: tuple[Any, Any]) -> None:
+    """Raise ValueError for a keyword that bitsandbytes accepts without effect and that is not at its default."""
+    for key, (value, only) in values.items():
+        if value != only:
+            raise ValueError(
+                f"{owner} does not support {key}={value!r}: bitsandbytes accepts it and ignores it. "
+                f"Leave it at {only!r}."
+            )
+
+
+def fixed_bits(owner: str, bits: int, only: int, other: str) -> None:
+    """Raise ValueError for ``optim_bits`` on a class whose name fixes it."""
+    if bits != only:
+        raise ValueError(f"{owner} has optim_bits={only}, got {bits!r}; use {other} to choose.")
+
+
+def _check_number(where: str, key: str, value: Any) -> None:
+    number = value
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{where}: {key} is a tensor of {value.numel()} elements, expected one.")
+        number = value.item()
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"{where}: {key}={value!r} must be a number.")
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{where}: {key}={number!r} must be finite and >= 0.")
+
+
+def _check_betas(where: str, betas: Any) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{where}: betas={betas!r} must be two numbers in [0, 1), such as (0.9, 0.999).")
+    for beta in betas:
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0.0 <= beta < 1.0:
+            raise ValueError(f"{where}: betas={betas!r}: each must be a number in [0, 1).")
+
+
+def _check_parameter(parameter: Tensor, name: str) -> None:
+    if parameter.dtype not in state.PARAMETER_DTYPES:
+        choices = ", ".join(str(dtype) for dtype in state.PARAMETER_DTYPES)
+        raise ValueError(f"{name}: dtype {parameter.dtype} is not supported; use one of {choices}.")
+    sharding.check(parameter, name)
+
+
+def _unused_override(key: str | Tensor, groups: list[dict[str, Any]]) -> str:
+    if isinstance(key, Tensor):
+        return f"overrides: a parameter of shape {tuple(key.shape)} is not among the optimizer's parameters."
+    names = [name for group in groups for name in group.get("param_names", ())]
+    if not names:
+        return (
+            f"overrides: the pattern {key!r} needs parameter names; pass model.named_parameters() "
+            "instead of model.parameters()."
+        )
+    return f"overrides: the pattern {key!r} matches none of {len(names)} parameters, such as {names[:3]}."

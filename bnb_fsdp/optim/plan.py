@@ -1,0 +1,210 @@
+"""What the first step finds out about parameters and state, kept for the following steps.
+
+A plan holds tensors, not guesses: each step it checks that parameter, storage and state are the ones it was
+made for and reports otherwise, so that loading, moving or replacing state never leaves a stale pointer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, sharding, state
+from ..backends import BucketKey, Slot
+from ..rules import Hyper
+from ..groups import parameter_name
+
+if TYPE_CHECKING:
+    from .base import BlockwiseOptimizer
+
+
+class _Bucket:
+    """Slots of one key, their prepared bucket, and this step's gradients."""
+
+    def __init__(self, key: BucketKey) -> None:
+        self.key = key
+        self.slots: list[Slot] = []
+        self.gradients: list[Tensor | None] = []
+        self.prepared: backends.Bucket
+
+
+class _Item:
+    """One parameter: where it lives, what it was when planned, and its place in a bucket."""
+
+    __slots__ = ("bucket", "index", "name", "numel", "parameter", "pointer", "shard", "state", "tensors")
+
+    def __init__(self, parameter: Tensor, name: str, values: dict[str, Tensor]) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.shard = sharding.local(parameter).detach()
+        self.pointer = self.shard.data_ptr()
+        self.state = values
+        self.tensors = tuple(values.values())
+        self.bucket: _Bucket
+        self.index: int
+
+    def is_current(self, optimizer_state: dict[Tensor, Any]) -> bool:
+        shard = sharding.local(self.parameter)
+        values = optimizer_state.get(self.parameter)
+        return (
+            shard.data_ptr() == self.pointer
+            and shard.shape == self.shard.shape
+            and shard.dtype == self.shard.dtype
+            and values is self.state
+            and len(values) == len(self.tensors)
+            and all(a is b for a, b in zip(values.values(), self.tensors))
+        )
+
+
+class Plan:
+    """Buckets for an optimizer's parameters as they are now; allocates state that does not exist yet."""
+
+    def __init__(self, optimizer: BlockwiseOptimizer) -> None:
+        self._optimizer = optimizer
+        self._rule = optimizer.rule
+        self._groups = optimizer.param_groups
+        self._state = optimizer.state
+        _check_orphans(optimizer)
+        self._items: list[list[_Item | None]] = []
+        buckets: dict[BucketKey, _Bucket] = {}
+        fresh: dict[Tensor, dict[str, Tensor]] = {}
+        for index, group in enumerate(self._groups):
+            row: list[_Item | None] = []
+            for position, parameter in enumerate(group["params"]):
+                row.append(self._item(index, position, parameter, group, buckets, fresh))
+            self._items.append(row)
+        sharding.check_disjoint((item.name, item.shard) for row in self._items for item in row if item)
+        for key, bucket in buckets.items():
+            backend = backends.select(key.device, optimizer._backend)
+            bucket.prepared = backend.bucket(key, self._rule, bucket.slots)
+        self._buckets = list(buckets.values())
+        for parameter, values in fresh.items():
+            self._state[parameter] = values
+
+    def _item(
+        self,
+        index: int,
+        position: int,
+        parameter: Tensor,
+        group: dict[str, Any],
+        buckets: dict[BucketKey, _Bucket],
+        fresh: dict[Tensor, dict[str, Tensor]],
+    ) -> _Item | None:
+        name = parameter_name(self._groups, index, position)
+        values = self._state.get(parameter)
+        if not values:
+            if not parameter.requires_grad and parameter.grad is None:
+                return None  # frozen: no state, as long as it gets no gradient
+            sharding.check(parameter, name)
+            bits = state.decide(parameter, group, position).bits
+            values = state.allocate(sharding.local(parameter).detach(), bits, self._rule)
+            fresh[parameter] = values
+        item = _Item(parameter, name, values)
+        state.check_shapes(name, item.shard, values, self._rule)
+        bits = state.bits_of(values)
+        gradient = parameter.grad
+        key = BucketKey(
+            self._rule.name,
+            bits,
+            item.shard.dtype,
+            item.shard.dtype if gradient is None else gradient.dtype,
+            item.shard.device,
+        )
+        item.bucket = buckets.setdefault(key, _Bucket(key))
+        item.index = len(item.bucket.slots)
+        states = self._rule.states
+        item.bucket.slots.append(
+            Slot(
+                name=name,
+                group=index,
+                parameter=item.shard,
+                states=tuple(values[key] for key in states),
+                absmax=tuple(values[state.absmax_key(key)] for key in states) if bits == 8 else (),
+                step=values["step"],
+            )
+        )
+        item.bucket.gradients.append(None)
+        return item
+
+    def gather(self) -> bool:
+        """Collect and check this step's gradients; False if the plan is out of date (nothing was changed)."""
+        optimizer = self._optimizer
+        if optimizer.state is not self._state or optimizer.param_groups is not self._groups:
+            return False
+        if len(self._groups) != len(self._items):
+            return False
+        for bucket in self._buckets:
+            bucket.gradients = [None] * len(bucket.slots)
+        for group, row in zip(self._groups, self._items):
+            if len(group["params"]) != len(row):
+                return False
+            for parameter, item in zip(group["params"], row):
+                if item is None:
+                    if parameter.grad is not None or parameter.requires_grad:
+                        return False
+                    continue
+                if parameter is not item.parameter or not item.is_current(self._state):
+                    return False
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                _check_gradient(item, gradient)
+                bucket = item.bucket
+                if gradient.dtype is not bucket.key.gradient_dtype:
+                    return False
+                bucket.gradients[item.index] = _matching(sharding.local(gradient).detach(), item.shard)
+        return True
+
+    def run(self, hypers: Sequence[Hyper]) -> None:
+        """Step every bucket with the gradients `gather` collected, and let go of them."""
+        try:
+            for bucket in self._buckets:
+                bucket.prepared.run(bucket.gradients, hypers)
+        finally:
+            for bucket in self._buckets:
+                bucket.gradients = []
+
+
+def _check_orphans(optimizer: BlockwiseOptimizer) -> None:
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    orphans = [key for key in optimizer.state if key not in known]
+    if orphans:
+        raise RuntimeError(
+            f"{len(orphans)} of {len(optimizer.state)} entries of optimizer.state belong to parameters that are no "
+            "longer in param_groups. Wrappers such as accelerate.prepare() exchange parameters, which must "
+            "happen before the first step(): prepare first, or clear optimizer.state to start afresh."
+        )
+
+
+def _check_gradient(item: _Item, gradient: Tensor) -> None:
+    """Raise ValueError, naming the parameter, for a gradient that cannot be paired with the shard."""
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"{item.name}: the gradient is sparse ({gradient.layout}), which is not supported. Use a dense "
+            "gradient, for example nn.Embedding(..., sparse=False)."
+        )
+    if not sharding.same_layout(gradient, item.parameter):
+        raise ValueError(
+            f"{item.name}: the gradient is {sharding.describe(gradient)}, the parameter "
+            f"{sharding.describe(item.parameter)}. Redistribute the gradient to the parameter's placements."
+        )
+    local = sharding.local(gradient)
+    shard = item.shard
+    if local.shape != shard.shape or local.device != shard.device:
+        raise ValueError(
+            f"{item.name}: the local gradient has shape {tuple(local.shape)} on {local.device}, the local "
+            f"parameter {tuple(shard.shape)} on {shard.device}; they must agree."
+        )
+    if local.dtype not in state.PARAMETER_DTYPES:
+        choices = ", ".join(str(dtype) for dtype in state.PARAMETER_DTYPES)
+        raise ValueError(f"{item.name}: gradient dtype {local.dtype} is not supported; use one of {choices}.")
+
+
+def _matching(gradient: Tensor, shard: Tensor) -> Tensor:
+    """``gradient`` in the shard's memory order: itself, or a copy where the strides differ."""
+    if gradient.stride() == shard.stride() or gradient.numel() <= 1:
+        return gradient
+    return torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)

@@ -1,0 +1,120 @@
+"""DTensor parameters and their local shards.
+
+The only module that imports ``torch.distributed.tensor``. ``to_local()`` costs microseconds and builds an
+autograd node, so the per-step path reads ``_local_tensor`` after `check` has gone through ``to_local()``
+once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor (of any placement)."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain tensor this rank holds: the local shard of a DTensor, else ``tensor`` itself.
+
+    Shares storage with ``tensor``, runs no operator. A shard whose collective is still in flight is waited for.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shard: Tensor = tensor._local_tensor
+    if type(shard) is not Tensor and not isinstance(shard, torch.nn.Parameter):
+        shard = tensor.to_local()
+    return shard
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether both are plain, or both DTensors of one mesh and placements, so that their shards pair up."""
+    if not isinstance(a, DTensor) or not isinstance(b, DTensor):
+        return not isinstance(a, DTensor) and not isinstance(b, DTensor)
+    # FSDP2 gives a gradient the very spec object of its parameter: the usual case costs one comparison.
+    return a._spec is b._spec or (
+        a.device_mesh == b.device_mesh and a.placements == b.placements and a.shape == b.shape
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory without gap or overlap, in any order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+
+
+def check(parameter: Tensor, name: str) -> None:
+    """Raise ValueError, naming the parameter, if its local shard cannot be updated in place."""
+    if isinstance(parameter, DTensor):
+        for placement in parameter.placements:
+            if placement.is_partial():
+                raise ValueError(
+                    f"{name}: DTensor with placements {tuple(parameter.placements)} is a partial sum, whose "
+                    "local tensors are not the parameter. Redistribute it to Shard or Replicate first, for "
+                    "example parameter.redistribute(placements=[Shard(0)])."
+                )
+        shard = parameter.to_local().detach()
+    else:
+        shard = parameter
+    if shard.layout != torch.strided:
+        raise ValueError(f"{name}: layout {shard.layout} is not supported; use a strided (dense) tensor.")
+    if shard.numel() == 0 or _is_dense(shard):
+        return
+    what = "overlapping storage" if _overlaps_itself(shard) else "gaps in its storage"
+    raise ValueError(
+        f"{name}: the local tensor has {what} (shape {tuple(shard.shape)}, stride {shard.stride()}). "
+        "The optimizer updates storage in place and needs a dense tensor; give it a "
+        "contiguous parameter, for example nn.Parameter(parameter.detach().contiguous())."
+    )
+
+
+def check_disjoint(shards: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if two of the (name, local tensor) pairs share memory: each would be updated twice."""
+    spans = sorted(
+        (str(shard.device), shard.data_ptr(), shard.data_ptr() + shard.numel() * shard.element_size(), name)
+        for name, shard in shards
+        if shard.numel() and shard.device.type != "meta"
+    )
+    for first, second in itertools.pairwise(spans):
+        if first[0] == second[0] and second[1] < first[2]:
+            raise ValueError(
+                f"{first[3]} and {second[3]} have overlapping storage on {first[0]}, so a step would update "
+                "the shared elements twice. Pass one of them only, or give each its own storage."
+            )
+
+
+def local_shapes(tensor: Tensor) -> Iterator[tuple[int, ...]]:
+    """Shape of the local shard on every rank of the tensor's mesh, computed without communication."""
+    if not isinstance(tensor, DTensor):
+        yield tuple(tensor.shape)
+        return
+    mesh_shape = tensor.device_mesh.shape
+    for coordinate in itertools.product(*(range(size) for size in mesh_shape)):
+        shape, _ = _compute_local_shape_and_global_offset(
+            tensor.shape, mesh_shape, list(coordinate), tensor.placements
+        )
+        yield tuple(shape)
+
+
+def describe(tensor: Tensor) -> str:
+    """Short text such as ``DTensor [Shard(dim=0)]`` or ``a plain tensor``."""
+    if not isinstance(tensor, DTensor):
+        return "a plain tensor"
+    return f"DTensor {list(tensor.placements)}"

@@ -1,0 +1,115 @@
+"""Which parameters get 8-bit state and why, and the allocation of state."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import codebook, sharding
+from .rules import Rule
+
+OPTIM_BITS = (8, 32)
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OVERRIDE_KEYS = ("optim_bits", "min_8bit_size")
+
+
+class Decision(NamedTuple):
+    """Bits of a parameter's state, and the reason in words."""
+
+    bits: int
+    reason: str
+
+
+def decide(parameter: Tensor, group: dict[str, Any], position: int) -> Decision:
+    """Bits for the parameter at ``position`` of ``group``.
+
+    Depends on the global parameter alone (its numel, not the local shard's), so that every rank and every
+    world size decides alike: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2080.
+    """
+    overrides = group["overrides"]
+    override = overrides[position] if overrides else {}
+    bits = override.get("optim_bits", group["optim_bits"])
+    minimum = override.get("min_8bit_size", group["min_8bit_size"])
+    source = "override" if "optim_bits" in override else "optim_bits"
+    if bits == 32:
+        return Decision(32, f"{source}=32")
+    if parameter.numel() < minimum:
+        return Decision(32, f"{parameter.numel()} elements < min_8bit_size={minimum}")
+    return Decision(8, f"{source}=8")
+
+
+def blocks(numel: int) -> int:
+    """Blocks of 256 that hold ``numel`` elements."""
+    return -(-numel // codebook.BLOCK_SIZE)
+
+
+def absmax_key(state_key: str) -> str:
+    """``state1`` -> ``absmax1``."""
+    return state_key.replace("state", "absmax")
+
+
+def allocate(shard: Tensor, bits: int, rule: Rule) -> dict[str, Tensor]:
+    """Zero state of one local shard: plain tensors on its device, also for an empty shard.
+
+    8-bit: ``stateN`` uint8 of the shard's shape and strides, ``absmaxN`` float32 of ``(ceil(numel/256),)``.
+    32-bit: ``stateN`` float32 of the shard's shape and strides. ``step``: float32 scalar on the CPU.
+    """
+    state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
+    dtype = torch.uint8 if bits == 8 else torch.float32
+    for key in rule.states:
+        state[key] = torch.zeros_like(shard, dtype=dtype, requires_grad=False)
+        if bits == 8:
+            state[absmax_key(key)] = torch.zeros(
+                blocks(shard.numel()), dtype=torch.float32, device=shard.device
+            )
+    return state
+
+
+def bits_of(state: dict[str, Any]) -> int:
+    """8 or 32, from existing state."""
+    return 8 if state["state1"].dtype == torch.uint8 else 32
+
+
+def expected_bytes(numel: int, bits: int, rule: Rule) -> int:
+    """Bytes of state of a shard of ``numel`` elements, the 4-byte step included."""
+    per_state = numel + 4 * blocks(numel) if bits == 8 else 4 * numel
+    return per_state * len(rule.states) + 4
+
+
+def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) -> None:
+    """Raise if ``state`` does not fit the local shard: ValueError for shape or dtype, RuntimeError for device."""
+    bits = bits_of(state)
+    for key in rule.states:
+        value = state[key]
+        wanted = torch.uint8 if bits == 8 else torch.float32
+        if tuple(value.shape) != tuple(shard.shape) or value.dtype != wanted:
+            raise ValueError(
+                f"{name}: {key} is {value.dtype} of shape {tuple(value.shape)}, but the local parameter has "
+                f"shape {tuple(shard.shape)} and needs {wanted}. The state belongs to another sharding or model."
+            )
+        if value.device != shard.device:
+            raise RuntimeError(
+                f"{name}: {key} is on {value.device} but the parameter is on {shard.device}. "
+                "Move the state back to the parameter's device before step()."
+            )
+        if value.stride() != shard.stride() and value.numel() > 1:
+            raise ValueError(
+                f"{name}: {key} has strides {value.stride()}, the parameter {shard.stride()}; "
+                "state must be laid out as its parameter."
+            )
+        if bits == 8:
+            scales = state[absmax_key(key)]
+            if scales.shape != (blocks(shard.numel()),) or scales.dtype != torch.float32:
+                raise ValueError(
+                    f"{name}: {absmax_key(key)} is {scales.dtype} of shape {tuple(scales.shape)}, expected "
+                    f"float32 of ({blocks(shard.numel())},): one scale per 256 elements of the local shard."
+                )
+            if scales.device != shard.device:
+                raise RuntimeError(
+                    f"{name}: {absmax_key(key)} is on {scales.device}, the parameter on {shard.device}."
+                )
+    step = state["step"]
+    if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device.type != "cpu":
+        raise ValueError(f"{name}: step must be a float32 scalar tensor on the CPU, got {step!r}.")
