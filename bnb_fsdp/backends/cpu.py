@@ -1,0 +1,131 @@
+"""The native CPU backend: one call a bucket."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..rules import Hyper, Rule
+from . import native
+from .base import BucketKey, Slot
+
+THREADS_VARIABLE = "BNB_FSDP_NUM_THREADS"
+ISA_VARIABLE = "BNB_FSDP_CPU_ISA"
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def thread_budget() -> int:
+    """Threads one step may use: ``$BNB_FSDP_NUM_THREADS`` if set, else torch's number of threads, and no more
+    than this rank's share of the cores it may run on (``$LOCAL_WORLD_SIZE`` ranks share them).
+
+    Raises ValueError if the variable is not a positive integer.
+    """
+    given = os.environ.get(THREADS_VARIABLE)
+    if given:
+        if not given.isdecimal() or int(given) < 1:
+            raise ValueError(f"{THREADS_VARIABLE}={given!r} must be a positive integer.")
+        return int(given)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = cores // max(1, int(ranks)) if ranks.isdecimal() else cores
+    return max(1, min(torch.get_num_threads(), share))
+
+
+def _library() -> native.NativeLibrary:
+    """The CPU library, with the instruction set of ``$BNB_FSDP_CPU_ISA`` if that is set."""
+    library = native.load("cpu")
+    wanted = os.environ.get(ISA_VARIABLE)
+    if wanted:
+        try:
+            library.checked("bnb_fsdp_cpu_set_isa", ctypes.c_char_p)(wanted.encode())
+        except RuntimeError as error:
+            raise ValueError(f"{ISA_VARIABLE}={wanted!r}: {error}") from error
+    return library
+
+
+def instruction_set() -> str:
+    """Name of the instruction set in use."""
+    return str(_library().function("bnb_fsdp_cpu_isa", ctypes.c_char_p)().decode())
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Names of the instruction sets this processor can run, best first."""
+    names = _library().function("bnb_fsdp_cpu_isas", ctypes.c_char_p)()
+    return tuple(str(names.decode()).split(","))
+
+
+class CpuBucket:
+    """See `bnb_fsdp.backends.base.Bucket`."""
+
+    def __init__(self, library: native.NativeLibrary, key: BucketKey, slots: Sequence[Slot]) -> None:
+        self._key = key
+        self._slots = tuple(slots)  # keeps every tensor of the table alive
+        self._entries = (native.TensorEntry * len(slots))(*map(_entry, slots))
+        self._gradients = (ctypes.c_void_p * len(slots))()
+        self._library = library
+        self._step = library.function(
+            "bnb_fsdp_cpu_step",
+            ctypes.c_int,
+            ctypes.c_char_p,
+            *[ctypes.c_int] * 3,
+            *[ctypes.c_void_p] * 2,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int,
+        )
+
+    def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
+        # An empty shard's gradient has no storage; 1 says that there is one, and is never read.
+        self._gradients[:] = [None if g is None else g.data_ptr() or 1 for g in gradients]
+        table = (native.Hyper * len(hypers))(*(native.Hyper(*hyper) for hyper in hypers))
+        key = self._key
+        status = self._step(
+            key.rule.encode(),
+            key.bits,
+            _DTYPES[key.parameter_dtype],
+            _DTYPES[key.gradient_dtype],
+            self._entries,
+            self._gradients,
+            len(self._entries),
+            table,
+            len(hypers),
+            thread_budget(),
+        )
+        if status != 0:
+            shapes = [tuple(slot.parameter.shape) for slot in self._slots[:3]]
+            raise RuntimeError(
+                f"{key.rule} step ({key.bits}-bit, {key.parameter_dtype} parameters, {key.gradient_dtype} "
+                f"gradients, {key.device}, {len(self._slots)} tensors such as {shapes}): {self._library.last_error()}"
+            )
+
+
+def _entry(slot: Slot) -> native.TensorEntry:
+    entry = native.TensorEntry(
+        parameter=slot.parameter.data_ptr(),
+        step=slot.step.data_ptr(),
+        numel=slot.parameter.numel(),
+        group=slot.group,
+    )
+    for index, state in enumerate(slot.states):
+        entry.state[index] = state.data_ptr()
+    for index, absmax in enumerate(slot.absmax):
+        entry.absmax[index] = absmax.data_ptr()
+    return entry
+
+
+class CpuBackend:
+    """See `bnb_fsdp.backends.base.Backend`. Raises LibraryError if the library cannot be loaded."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._library = _library()
+
+    def bucket(self, key: BucketKey, rule: Rule, slots: Sequence[Slot]) -> CpuBucket:
+        return CpuBucket(self._library, key, slots)

@@ -1,0 +1,358 @@
+"""``python -m bnb_fsdp doctor`` and ``python -m bnb_fsdp run script.py args...``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import __version__, backends, factory, rules, state
+from .backends import Backend, BucketKey, Slot
+from .rules import Hyper, Rule
+
+PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "triton")
+LIBRARIES = ("cpu",)
+
+_RUN_HELP = """\
+Imports bnb_fsdp, which makes its optimizer names known to transformers, then runs a script or module as
+`python script.py args...` or `python -m module args...` would. For command-line tools that never import it:
+
+  python -m bnb_fsdp run train.py --optim bnb_fsdp_adamw8bit
+  torchrun --nproc_per_node=2 -m bnb_fsdp run -m package.train --optim bnb_fsdp_lion8bit
+  accelerate launch --module bnb_fsdp run train.py --optim bnb_fsdp_adamw8bit
+"""
+
+# A fresh process: doctor must work where transformers is broken, and this package never imports it itself.
+_TRAINER_PROBE = """\
+import json, bnb_fsdp
+from transformers.training_args import OptimizerNames
+known = {name.value for name in OptimizerNames}
+print(json.dumps([name for name in bnb_fsdp.optimizer_names() if name not in known]))
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status. Usage errors exit with status 2, as argparse does."""
+    own, rest = _split(list(sys.argv[1:] if arguments is None else arguments))
+    parser = _parser()
+    options = parser.parse_args(own)
+    if options.command == "doctor":
+        return doctor(options.json)
+    if options.command == "run":
+        if (options.module is None) == (options.script is None):
+            parser.error("run: give either a script or -m MODULE, then its arguments.")
+        problem = run(options.script or options.module, rest, is_module=options.script is None)
+        if problem:
+            parser.error(problem)
+        return 0
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bnb_fsdp", description="8-bit and 32-bit optimizers for FSDP2.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"bnb_fsdp {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="{doctor,run}")
+    check = commands.add_parser(
+        "doctor",
+        help="show versions, devices and backends, and test every backend; status 1 if a test fails",
+        description="Shows what bnb_fsdp finds on this machine and tests every usable backend against the "
+        "reference formulas. Exit status: 0 if all is fine, 1 if a test fails.",
+    )
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+    start = commands.add_parser(
+        "run",
+        help="run a script or module with bnb_fsdp's optimizer names registered",
+        description=_RUN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="python -m bnb_fsdp run [-h] (script.py | -m MODULE) [arguments ...]",
+        allow_abbrev=False,
+    )
+    start.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
+    start.add_argument("script", nargs="?", help="path of the script")
+    return parser
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Our arguments, and those that belong to what ``run`` runs: all after the script's or module's name."""
+    if arguments[:1] != ["run"]:
+        return arguments, []
+    end = 3 if arguments[1:2] == ["-m"] else 2
+    return arguments[:end], arguments[end:]
+
+
+def run(target: str, arguments: Sequence[str], *, is_module: bool) -> str | None:
+    """Run a script or module as ``__main__``; returns what is wrong if there is no such script or module.
+
+    ``sys.argv`` and ``sys.path[0]`` become what Python itself would have set. Exceptions and SystemExit pass.
+    """
+    sys.argv = [target, *arguments]
+    if is_module:
+        try:
+            found = importlib.util.find_spec(target)
+        except (ModuleNotFoundError, ValueError):
+            found = None
+        if found is None:
+            return f"run: there is no module {target!r} (sys.path[0] is {sys.path[0]!r})."
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return None
+    path = Path(target)
+    if not path.exists():
+        return f"run: there is no file {target!r} (in {Path.cwd()}). Modules are run with -m."
+    # Under `python -m`, sys.path[0] is the current directory; `python script.py` has the script's there.
+    # runpy sets it itself for directories and zip files, and with `python -P` there is none to replace.
+    if not getattr(sys.flags, "safe_path", False) and path.suffix != ".zip" and path.is_file():
+        sys.path[0] = str(path.resolve().parent)
+    runpy.run_path(target, run_name="__main__")
+    return None
+
+
+def doctor(as_json: bool) -> int:
+    """Print what this machine has and whether its backends are right; 1 if a self-test fails, else 0."""
+    try:
+        requested = backends.check_name(None)
+    except ValueError as error:
+        print(f"bnb_fsdp doctor: {error}", file=sys.stderr)
+        return 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the report has the fallbacks in its own words
+        report = _report(requested)
+    print(json.dumps(report, indent=2) if as_json else "\n".join(_text(report)))
+    return 0 if report["ok"] else 1
+
+
+def _report(requested: str) -> dict[str, Any]:
+    libraries = [_library(name) for name in LIBRARIES]
+    chosen, usable = [], []
+    for device in _devices():
+        found: dict[str, Backend] = {}
+        entry = {"device": str(device), "name": _device_name(device), "backend": "none", "error": None}
+        for name in dict.fromkeys((requested, *backends.NAMES)):
+            try:
+                backend = backends.select(device, name)
+            except (ImportError, RuntimeError) as error:
+                if name == requested:
+                    entry["error"] = str(error)
+                continue
+            if name == requested:
+                entry["backend"] = backend.name
+            found.setdefault(backend.name, backend)
+        chosen.append(entry)
+        usable += [(device, backend) for backend in found.values()]
+    tests = [result for device, backend in usable for result in self_test(backend, device)]
+    return {
+        "ok": all(test["ok"] for test in tests) and any(entry["backend"] != "none" for entry in chosen),
+        "versions": _versions(),
+        "requested_backend": requested,
+        "devices": chosen,
+        "libraries": libraries,
+        "threads": {"torch": torch.get_num_threads(), "budget": _thread_budget()},
+        "trainer": _trainer(),
+        "self_tests": tests,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "bnb_fsdp": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def _devices() -> list[torch.device]:
+    found = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    elif torch.backends.mps.is_available():
+        found.append(torch.device("mps", 0))
+    elif torch.xpu.is_available():
+        found += [torch.device("xpu", index) for index in range(torch.xpu.device_count())]
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "xpu":
+        return torch.xpu.get_device_name(device)
+    return f"{platform.machine()}, {os.cpu_count()} CPUs" if device.type == "cpu" else device.type
+
+
+def _library(name: str) -> dict[str, str | None]:
+    """Path, build and instruction set of one native library, or why there is none."""
+    entry: dict[str, str | None] = dict.fromkeys(("path", "build", "instruction_set", "error"))
+    entry = {"name": name, **entry}
+    try:
+        from .backends import cpu, native
+
+        library = native.load(name)
+        entry |= {"path": str(library.path), "build": library.build_info()}
+        if name == "cpu":
+            entry["instruction_set"] = cpu.instruction_set()
+    except (ImportError, RuntimeError) as error:  # LibraryError is a RuntimeError
+        entry["error"] = str(error)
+    return entry
+
+
+def _thread_budget() -> int | None:
+    """Threads a CPU step may use, or None without the CPU library."""
+    try:
+        from .backends import cpu
+
+        return int(cpu.thread_budget())
+    except (ImportError, RuntimeError):
+        return None
+
+
+def _trainer() -> dict[str, Any]:
+    """Whether transformers' Trainer knows the optimizer names, tried out in a process of its own."""
+    if importlib.util.find_spec("transformers") is None:
+        return {"registered": None, "detail": "transformers is not installed"}
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _TRAINER_PROBE],
+            check=False, capture_output=True, text=True, timeout=120, env=environment,
+        )  # fmt: skip
+        if probe.returncode:
+            return {"registered": False, "detail": (probe.stderr.strip().splitlines() or ["no message"])[-1]}
+        unknown = json.loads(probe.stdout.strip().splitlines()[-1])
+    except (subprocess.TimeoutExpired, OSError, ValueError, IndexError) as error:
+        return {"registered": False, "detail": f"could not find out: {error}"}
+    if unknown:
+        return {"registered": False, "detail": f"unknown to transformers: {', '.join(unknown)}"}
+    return {"registered": True, "detail": f"all {len(factory.optimizer_names())} names"}
+
+
+SIZES = (1, 255, 256, 257, 5000)
+_STEPS = 3
+_HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, beta3=0.999, alpha=2.0, eps=1e-8, weight_decay=0.1)
+
+
+def self_test(backend: Backend, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Step ``backend`` beside `bnb_fsdp.rules`; one result for each rule, bits and dtype.
+
+    States and scales must be equal bit for bit, parameters within one unit in the last place.
+    """
+    for rule in rules.RULES.values():
+        for bits in state.OPTIM_BITS:
+            for dtype in state.PARAMETER_DTYPES:
+                try:
+                    problem = _compare(backend, device, rule, bits, dtype)
+                except Exception as error:  # noqa: BLE001 - whatever a broken build throws is a finding
+                    problem = f"{type(error).__name__}: {error}"
+                yield {
+                    "backend": backend.name,
+                    "device": str(device),
+                    "rule": rule.name,
+                    "bits": bits,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "ok": problem is None,
+                    "detail": problem,
+                }
+
+
+def _compare(backend: Backend, device: torch.device, rule: Rule, bits: int, dtype: torch.dtype) -> str | None:
+    """The first difference between a bucket of all `SIZES` and the oracle, or None."""
+    generator = torch.Generator().manual_seed(0)
+    slots = []
+    for size in SIZES:
+        parameter = torch.randn(size, generator=generator).to(dtype).to(device)
+        values = state.allocate(parameter, bits, rule)
+        tensors = tuple(values[key] for key in rule.states)
+        scales = tuple(values[state.absmax_key(key)] for key in rule.states) if bits == 8 else ()
+        slots.append(Slot(f"size {size}", 0, parameter, tensors, scales, values["step"]))
+    bucket = backend.bucket(BucketKey(rule.name, bits, dtype, dtype, device), rule, slots)
+    for step in range(1, _STEPS + 1):
+        gradients = [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+        gradients[-1][:300] = 0  # a block of zeros has codes of its own
+        wanted = [_oracle(rule, step, gradient, slot) for gradient, slot in zip(gradients, slots)]
+        bucket.run([gradient.to(device) for gradient in gradients], [_HYPER])
+        for slot, (parameter, tensors) in zip(slots, wanted):
+            names = (*rule.states, *(state.absmax_key(key) for key in rule.states))
+            for name, tensor, found in zip(names, tensors, (*slot.states, *slot.absmax)):
+                if not torch.equal(_bits(tensor), _bits(found.cpu())):
+                    return f"{slot.name}, step {step}: {name} differs"
+            distance = (_ordered(parameter) - _ordered(slot.parameter.cpu())).abs().max()
+            if distance > 1:
+                return f"{slot.name}, step {step}: a parameter is {int(distance)} units in the last place off"
+    return None
+
+
+def _oracle(rule: Rule, step: int, gradient: Tensor, slot: Slot) -> tuple[Tensor, tuple[Tensor, ...]]:
+    parameter = slot.parameter.cpu().clone()
+    states = tuple(tensor.cpu().clone() for tensor in slot.states)
+    scales = tuple(tensor.cpu().clone() for tensor in slot.absmax)
+    if scales:
+        parameter, states, scales = rules.step8(rule, _HYPER, step, gradient, parameter, states, scales)
+        return parameter, (*states, *scales)
+    return rules.step32(rule, _HYPER, step, gradient, parameter, states)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.int32)
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """Integers in the order of the floats, neighbours one apart."""
+    kind = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    bits = tensor.view(kind).to(torch.int64)
+    return torch.where(bits < 0, torch.iinfo(kind).min - bits, bits)
+
+
+def _text(report: dict[str, Any]) -> Iterator[str]:
+    for name, version in report["versions"].items():
+        yield f"{name:<14}{version or 'not installed'}"
+    yield ""
+    yield f"requested backend: {report['requested_backend']}"
+    for entry in report["devices"]:
+        reason = f" ({entry['error']})" if entry["error"] else ""
+        yield f"device {entry['device']} ({entry['name']}): backend {entry['backend']}{reason}"
+    for library in report["libraries"]:
+        if library["error"]:
+            yield f"library {library['name']}: missing: {library['error']}"
+        else:
+            yield f"library {library['name']}: {library['path']}"
+            yield f"    {library['build']}, instruction set {library['instruction_set']}"
+    threads = report["threads"]
+    yield f"threads: torch {threads['torch']}, CPU steps {threads['budget'] or 'as torch'}"
+    trainer = report["trainer"]
+    words = {None: "not applicable", True: "registered", False: "NOT registered"}
+    yield f"names in transformers: {words[trainer['registered']]} ({trainer['detail']})"
+    yield ""
+    tests = report["self_tests"]
+    for backend, device in dict.fromkeys((test["backend"], test["device"]) for test in tests):
+        own = [test for test in tests if (test["backend"], test["device"]) == (backend, device)]
+        failed = [test for test in own if not test["ok"]]
+        yield f"self-test of {backend} on {device}: {len(own) - len(failed)} of {len(own)} passed"
+        for test in failed:
+            yield f"    FAILED {test['rule']} {test['bits']}-bit {test['dtype']}: {test['detail']}"
+    if report["ok"]:
+        yield "all is fine"
+    elif all(test["ok"] for test in tests):
+        yield "no device can use the requested backend"
+    else:
+        yield "a self-test failed: do not train with this backend"

@@ -1,0 +1,180 @@
+// The C functions of the CPU library: checks, choice of instruction set, distribution of work.
+#include "../c_api.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "../quantize/codebook.h"
+#include "flush.h"
+#include "kernels.h"
+#include "threads.h"
+
+namespace bnb_fsdp {
+namespace {
+
+thread_local std::string error_message;
+
+int fail(const std::string& message) {
+  error_message = message;
+  return 1;
+}
+
+const InstructionSet* const all_sets[] = {
+#if defined(BNB_FSDP_X86)
+    &avx512_set, &avx2_set,
+#endif
+#if defined(BNB_FSDP_NEON)
+    &neon_set,
+#endif
+    &generic_set,
+};
+
+const InstructionSet* best_set() {
+  for (const InstructionSet* set : all_sets)
+    if (set->supported()) return set;
+  return &generic_set;
+}
+
+std::atomic<const InstructionSet*> current_set{nullptr};
+
+const InstructionSet& instruction_set() {
+  const InstructionSet* set = current_set.load();
+  if (set == nullptr) current_set.store(set = best_set());
+  return *set;
+}
+
+// Work is dealt out in pieces of this many elements: large enough to amortise the ticket, small enough to balance.
+constexpr int64_t kPiece = 32 * kBlock;
+// Below this many elements waking another thread costs more than it saves.
+constexpr int64_t kSerial = 4 * kPiece;
+
+int64_t pieces(int64_t numel) { return (numel + kPiece - 1) / kPiece; }
+
+struct Work {
+  std::vector<ScalarBlock> scalars;
+  std::vector<int64_t> indices;  // active tensors
+  std::vector<int64_t> ends;     // running count of pieces
+};
+
+void run(const Work& work, const bnb_fsdp_tensor* tensors, const void* const* gradients, const Kernel& kernel,
+         int gradient_dtype, int threads) {
+  std::atomic<int64_t> ticket{0};
+  const int64_t total = work.ends.empty() ? 0 : work.ends.back();
+  const auto job = [&] {
+    const FlushScope flush;
+    size_t at = 0;
+    for (int64_t piece; (piece = ticket.fetch_add(1, std::memory_order_relaxed)) < total;) {
+      while (work.ends[at] <= piece) ++at;
+      const int64_t index = work.indices[at];
+      const int64_t begin = (piece - (at > 0 ? work.ends[at - 1] : 0)) * kPiece;
+      const bnb_fsdp_tensor& tensor = tensors[index];
+      const int64_t end = std::min(begin + kPiece, tensor.numel);
+      kernel.run(Range{&tensor, gradients[index], &work.scalars[at], begin, end}, gradient_dtype);
+    }
+  };
+  if (threads > 1 && total * kPiece > kSerial)
+    run_parallel(static_cast<int>(std::min<int64_t>(threads, total)), job);
+  else
+    job();
+}
+
+std::string check(const bnb_fsdp_tensor& t, int64_t index, int bits, int states, int64_t groups) {
+  const std::string where = "tensor " + std::to_string(index) + ": ";
+  if (t.numel < 0) return where + "negative numel " + std::to_string(t.numel);
+  if (t.group < 0 || t.group >= groups) return where + "group " + std::to_string(t.group) + " out of range";
+  if (t.step == nullptr) return where + "no step counter";
+  if (t.numel == 0) return "";
+  if (t.parameter == nullptr) return where + "no parameter";
+  for (int s = 0; s < states; ++s)
+    if (t.state[s] == nullptr || (bits == 8 && t.absmax[s] == nullptr)) return where + "state is missing";
+  return "";
+}
+
+}  // namespace
+}  // namespace bnb_fsdp
+
+using namespace bnb_fsdp;
+
+extern "C" {
+
+const char* bnb_fsdp_last_error(void) { return error_message.c_str(); }
+
+int bnb_fsdp_abi_version(void) { return BNB_FSDP_ABI_VERSION; }
+
+const char* bnb_fsdp_build_info(void) {
+#if defined(__clang__)
+  return "clang " __clang_version__ ", " BNB_FSDP_TARGET;
+#else
+  return "gcc " __VERSION__ ", " BNB_FSDP_TARGET;
+#endif
+}
+
+int bnb_fsdp_codebook(int is_signed, float* values) {
+  if (values == nullptr) return fail("codebook: values is NULL");
+  memcpy(values, codebook(is_signed != 0).values, 256 * sizeof(float));
+  return 0;
+}
+
+const char* bnb_fsdp_cpu_isa(void) { return instruction_set().name; }
+
+const char* bnb_fsdp_cpu_isas(void) {
+  static const std::string names = [] {
+    std::string joined;
+    for (const InstructionSet* set : all_sets)
+      if (set->supported()) joined += (joined.empty() ? "" : ",") + std::string(set->name);
+    return joined;
+  }();
+  return names.c_str();
+}
+
+int bnb_fsdp_cpu_set_isa(const char* name) {
+  for (const InstructionSet* set : all_sets)
+    if (name != nullptr && strcmp(set->name, name) == 0 && set->supported()) {
+      current_set.store(set);
+      return 0;
+    }
+  return fail("instruction set " + std::string(name ? name : "(null)") + " is not available; choose one of " +
+              bnb_fsdp_cpu_isas());
+}
+
+int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
+                      const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
+                      const bnb_fsdp_hyper* hypers, int64_t groups, int threads) {
+  try {
+    if (rule == nullptr || (bits != 8 && bits != 32)) return fail("no kernel for " + std::to_string(bits) + " bits");
+    if (gradient_dtype < BNB_FSDP_FLOAT32 || gradient_dtype > BNB_FSDP_FLOAT16)
+      return fail("unknown gradient dtype " + std::to_string(gradient_dtype));
+    const Kernel kernel = instruction_set().find(rule, bits, parameter_dtype);
+    if (kernel.run == nullptr)
+      return fail("no kernel for rule " + std::string(rule) + ", parameter dtype " + std::to_string(parameter_dtype));
+
+    Work work;
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (gradients[i] == nullptr) continue;
+      const std::string problem = check(tensors[i], i, bits, kernel.states, groups);
+      if (!problem.empty()) return fail(problem);
+      work.indices.push_back(i);
+      work.ends.push_back(total += pieces(tensors[i].numel));
+    }
+    // Nothing below can fail, so nothing is left half done.
+    work.scalars.resize(work.indices.size());
+    const FlushScope flush;
+    for (size_t at = 0; at < work.indices.size(); ++at) {
+      const bnb_fsdp_tensor& t = tensors[work.indices[at]];
+      *t.step += 1.0f;
+      kernel.scalars(hypers[t.group], *t.step, work.scalars[at]);
+    }
+    run(work, tensors, gradients, kernel, gradient_dtype, threads);
+    return 0;
+  } catch (const std::exception& error) {
+    return fail(error.what());
+  }
+}
+
+}  // extern "C"

