@@ -48,7 +48,8 @@ BNB_FSDP_API const char* bnb_fsdp_cpu_isas(void);
 BNB_FSDP_API int bnb_fsdp_cpu_set_isa(const char* name);
 
 // Steps every tensor whose gradient is not NULL, on up to `threads` threads. All share rule ("adam", "lion"),
-// bits (8 or 32) and dtypes; tensor.group indexes `hypers`. An empty tensor's gradient may be any non-NULL pointer.
+// bits (8 or 32) and dtypes; tensor.group indexes `hypers`. An empty tensor's gradient may be any non-NULL
+// pointer.
 BNB_FSDP_API int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
                                    const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
                                    const bnb_fsdp_hyper* hypers, int64_t groups, int threads);

@@ -1,6 +1,4 @@
 // The C functions of the CPU library: checks, choice of instruction set, distribution of work.
-#include "../c_api.h"
-
 #include <string.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../c_api.h"
 #include "../quantize/codebook.h"
 #include "flush.h"
 #include "kernels.h"
@@ -26,7 +25,7 @@ int fail(const std::string& message) {
 
 const InstructionSet* const all_sets[] = {
 #if defined(BNB_FSDP_X86)
-    &avx512_set, &avx2_set,
+    &avx512vbmi_set, &avx512_set, &avx2_set,
 #endif
 #if defined(BNB_FSDP_NEON)
     &neon_set,
@@ -48,7 +47,8 @@ const InstructionSet& instruction_set() {
   return *set;
 }
 
-// Work is dealt out in pieces of this many elements: large enough to amortise the ticket, small enough to balance.
+// Work is dealt out in pieces of this many elements: large enough to amortise the ticket, small enough to
+// balance.
 constexpr int64_t kPiece = 32 * kBlock;
 // Below this many elements waking another thread costs more than it saves.
 constexpr int64_t kSerial = 4 * kPiece;
@@ -146,12 +146,14 @@ int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradi
                       const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
                       const bnb_fsdp_hyper* hypers, int64_t groups, int threads) {
   try {
-    if (rule == nullptr || (bits != 8 && bits != 32)) return fail("no kernel for " + std::to_string(bits) + " bits");
+    if (rule == nullptr || (bits != 8 && bits != 32))
+      return fail("no kernel for " + std::to_string(bits) + " bits");
     if (gradient_dtype < BNB_FSDP_FLOAT32 || gradient_dtype > BNB_FSDP_FLOAT16)
       return fail("unknown gradient dtype " + std::to_string(gradient_dtype));
     const Kernel kernel = instruction_set().find(rule, bits, parameter_dtype);
     if (kernel.run == nullptr)
-      return fail("no kernel for rule " + std::string(rule) + ", parameter dtype " + std::to_string(parameter_dtype));
+      return fail("no kernel for rule " + std::string(rule) + ", parameter dtype " +
+                  std::to_string(parameter_dtype));
 
     Work work;
     int64_t total = 0;

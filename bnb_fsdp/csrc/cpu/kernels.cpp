@@ -49,10 +49,7 @@ void quantize_block(const float* values, int32_t largest, uint8_t* codes, float*
     return;
   }
   *absmax = from_bits(static_cast<uint32_t>(largest));
-  const Lane inverse(1.0f / *absmax);
-  const uint32_t* buckets = book.buckets - (kLowBits >> 16);
-  for (int i = 0; i < kBlock; i += Lane::width)
-    store_codes<Signed>(codes + i, buckets, mul(Memory<Float32>::load(values + i), inverse));
+  encode_block<Signed>(book, values, 1.0f / *absmax, codes);
 }
 
 template <class G>
@@ -74,35 +71,60 @@ const float* gradients(const void* gradient, int64_t offset, int dtype, float* b
   }
 }
 
-template <class Rule, class P>
-void block8(const typename Rule::Scalars& k, const float* g, typename Memory<P>::type* p,
-            uint8_t* const (&codes)[Rule::states], float* const (&absmax)[Rule::states]) {
+// Brings data that is needed soon to the cache, a line at a time: hardware prefetchers lose the streams to the
+// buffers used in between, and a burst of requests would stall.
+constexpr int64_t kAhead = 2 * kBlock;
+template <class T>
+BNB_FSDP_HD void prefetch(const T* address, int i) {
+  if (i * sizeof(T) % 64 == 0) __builtin_prefetch(address + kAhead + i);
+}
+
+// One block between its update and its encoding.
+template <class Rule>
+struct Updated {
   alignas(64) float values[Rule::states][kBlock];
+  int32_t largest[Rule::states];  // bits of the largest magnitudes
+  uint8_t* codes[Rule::states];
+  float* absmax[Rule::states];
+};
+
+// Decodes states, updates them and the parameters. `block` says where the states are, and takes their new
+// values.
+template <class Rule, class P>
+void update_block(const typename Rule::Scalars& k, const float* g, typename Memory<P>::type* p,
+                  Updated<Rule>& block) {
   Bits largest_bits[Rule::states];
-  float scale[Rule::states];
-  const float* maps[Rule::states];
   for (int s = 0; s < Rule::states; ++s) {
     largest_bits[s] = no_bits();
-    scale[s] = *absmax[s];
-    maps[s] = codebook(Rule::is_signed(s)).values;
+    if (Rule::is_signed(s))
+      decode_block<true>(codebook(true), block.codes[s], *block.absmax[s], block.values[s]);
+    else
+      decode_block<false>(codebook(false), block.codes[s], *block.absmax[s], block.values[s]);
   }
   for (int i = 0; i < kBlock; i += Lane::width) {
+    prefetch(p, i);
+    prefetch(g, i);
+    for (int s = 0; s < Rule::states; ++s) prefetch(block.codes[s], i);
     Lane state[Rule::states];
-    for (int s = 0; s < Rule::states; ++s) state[s] = mul(lookup(maps[s], codes[s] + i), Lane(scale[s]));
+    for (int s = 0; s < Rule::states; ++s) state[s] = Memory<Float32>::load(block.values[s] + i);
     Lane parameter = Memory<P>::load(p + i);
     Rule::template update8<P>(k, Memory<Float32>::load(g + i), parameter, state);
     Memory<P>::store(p + i, parameter);
     for (int s = 0; s < Rule::states; ++s) {
-      Memory<Float32>::store(values[s] + i, state[s]);
+      Memory<Float32>::store(block.values[s] + i, state[s]);
       largest_bits[s] = max_magnitude(largest_bits[s], state[s]);
     }
   }
+  for (int s = 0; s < Rule::states; ++s) block.largest[s] = largest(largest_bits[s]);
+}
+
+template <class Rule>
+void encode_states(const Updated<Rule>& block) {
   for (int s = 0; s < Rule::states; ++s) {
-    const int32_t top = largest(largest_bits[s]);
     if (Rule::is_signed(s))
-      quantize_block<true>(values[s], top, codes[s], absmax[s]);
+      quantize_block<true>(block.values[s], block.largest[s], block.codes[s], block.absmax[s]);
     else
-      quantize_block<false>(values[s], top, codes[s], absmax[s]);
+      quantize_block<false>(block.values[s], block.largest[s], block.codes[s], block.absmax[s]);
   }
 }
 
@@ -110,23 +132,24 @@ void block8(const typename Rule::Scalars& k, const float* g, typename Memory<P>:
 // take part in the block's maximum, so these do.
 template <class Rule, class P>
 void tail8(const typename Rule::Scalars& k, const void* gradient, int64_t begin, int n, int gradient_dtype,
-           typename Memory<P>::type* p, uint8_t* const (&codes)[Rule::states],
-           float* const (&absmax)[Rule::states]) {
+           typename Memory<P>::type* p, Updated<Rule>& block) {
   alignas(64) float g_raw[kBlock] = {}, buffer[kBlock];
   alignas(64) typename Memory<P>::type p_copy[kBlock] = {};
   alignas(64) uint8_t code_copies[Rule::states][kBlock];
-  uint8_t* copies[Rule::states];
+  uint8_t* codes[Rule::states];
   const size_t size = size_of(gradient_dtype);
   memcpy(g_raw, static_cast<const char*>(gradient) + begin * static_cast<int64_t>(size), n * size);
   memcpy(p_copy, p, n * sizeof *p);
   for (int s = 0; s < Rule::states; ++s) {
-    copies[s] = code_copies[s];
-    memset(copies[s], Rule::is_signed(s) ? 128 : 0, kBlock);
-    memcpy(copies[s], codes[s], n);
+    memset(code_copies[s], Rule::is_signed(s) ? 128 : 0, kBlock);
+    memcpy(code_copies[s], block.codes[s], n);
+    codes[s] = block.codes[s];
+    block.codes[s] = code_copies[s];
   }
-  block8<Rule, P>(k, gradients(g_raw, 0, gradient_dtype, buffer), p_copy, copies, absmax);
+  update_block<Rule, P>(k, gradients(g_raw, 0, gradient_dtype, buffer), p_copy, block);
+  encode_states(block);
   memcpy(p, p_copy, n * sizeof *p);
-  for (int s = 0; s < Rule::states; ++s) memcpy(codes[s], copies[s], n);
+  for (int s = 0; s < Rule::states; ++s) memcpy(codes[s], code_copies[s], n);
 }
 
 template <class Rule, class P>
@@ -134,22 +157,26 @@ void run8(const Range& range, int gradient_dtype) {
   typename Rule::Scalars k;
   memcpy(&k, range.scalars->bytes, sizeof k);
   const bnb_fsdp_tensor& t = *range.tensor;
+  // A block is encoded after the next one's update, so that neither waits for the other's last results.
+  Updated<Rule> blocks[2];
+  Updated<Rule>* previous = nullptr;
   for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+    Updated<Rule>& block = blocks[begin / kBlock % 2];
     auto* p = static_cast<typename Memory<P>::type*>(t.parameter) + begin;
-    uint8_t* codes[Rule::states];
-    float* absmax[Rule::states];
     for (int s = 0; s < Rule::states; ++s) {
-      codes[s] = static_cast<uint8_t*>(t.state[s]) + begin;
-      absmax[s] = t.absmax[s] + begin / kBlock;
+      block.codes[s] = static_cast<uint8_t*>(t.state[s]) + begin;
+      block.absmax[s] = t.absmax[s] + begin / kBlock;
     }
-    if (range.end - begin >= kBlock) {
-      alignas(64) float buffer[kBlock];
-      block8<Rule, P>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, codes, absmax);
-    } else {
-      const int n = static_cast<int>(range.end - begin);
-      tail8<Rule, P>(k, range.gradient, begin, n, gradient_dtype, p, codes, absmax);
+    if (range.end - begin < kBlock) {
+      tail8<Rule, P>(k, range.gradient, begin, static_cast<int>(range.end - begin), gradient_dtype, p, block);
+      break;
     }
+    alignas(64) float buffer[kBlock];
+    update_block<Rule, P>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, block);
+    if (previous != nullptr) encode_states(*previous);
+    previous = &block;
   }
+  if (previous != nullptr) encode_states(*previous);
 }
 
 template <class Rule, class P>
@@ -197,7 +224,8 @@ void run32(const Range& range, int gradient_dtype) {
 
 template <class Rule>
 void scalars(const bnb_fsdp_hyper& hyper, float step, ScalarBlock& out) {
-  static_assert(sizeof(typename Rule::Scalars) <= sizeof(ScalarBlock), "ScalarBlock is too small for this rule");
+  static_assert(sizeof(typename Rule::Scalars) <= sizeof(ScalarBlock),
+                "ScalarBlock is too small for this rule");
   const typename Rule::Scalars k = Rule::scalars(hyper, step);
   memcpy(out.bytes, &k, sizeof k);
 }
@@ -205,9 +233,12 @@ void scalars(const bnb_fsdp_hyper& hyper, float step, ScalarBlock& out) {
 template <class Rule>
 Kernel kernel(int bits, int parameter_dtype) {
   switch (parameter_dtype) {
-    case BNB_FSDP_FLOAT32: return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, Float32> : run32<Rule, Float32>};
-    case BNB_FSDP_BFLOAT16: return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, BFloat16> : run32<Rule, BFloat16>};
-    case BNB_FSDP_FLOAT16: return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, Float16> : run32<Rule, Float16>};
+    case BNB_FSDP_FLOAT32:
+      return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, Float32> : run32<Rule, Float32>};
+    case BNB_FSDP_BFLOAT16:
+      return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, BFloat16> : run32<Rule, BFloat16>};
+    case BNB_FSDP_FLOAT16:
+      return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, Float16> : run32<Rule, Float16>};
     default: return {0, nullptr, nullptr};
   }
 }
@@ -220,6 +251,9 @@ Kernel find(const char* rule, int bits, int parameter_dtype) {
 
 bool supported() {
 #if defined(BNB_FSDP_LANES_AVX512)
+#if defined(BNB_FSDP_VBMI)
+  if (!__builtin_cpu_supports("avx512vbmi")) return false;
+#endif
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("f16c");
@@ -233,7 +267,7 @@ bool supported() {
 }  // namespace
 }  // namespace BNB_FSDP_ISA
 
-extern const InstructionSet BNB_FSDP_JOIN(BNB_FSDP_ISA, _set) = {
-    BNB_FSDP_QUOTE(BNB_FSDP_ISA), BNB_FSDP_ISA::supported, BNB_FSDP_ISA::find};
+extern const InstructionSet BNB_FSDP_JOIN(BNB_FSDP_ISA, _set) = {BNB_FSDP_QUOTE(BNB_FSDP_ISA),
+                                                                 BNB_FSDP_ISA::supported, BNB_FSDP_ISA::find};
 
 }  // namespace bnb_fsdp

@@ -34,7 +34,7 @@ struct InstructionSet {
 };
 
 #if defined(BNB_FSDP_X86)
-extern const InstructionSet avx512_set, avx2_set;
+extern const InstructionSet avx512vbmi_set, avx512_set, avx2_set;
 #endif
 #if defined(BNB_FSDP_NEON)
 extern const InstructionSet neon_set;

@@ -53,6 +53,7 @@ BNB_FSDP_HD Lane round_to(Float16, Lane a) {
   return Lane(_mm256_cvtph_ps(_mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
 }
 
+// Elements of a dtype in memory. What is stored has been rounded to the dtype before.
 template <class P>
 struct Memory;
 template <>
@@ -69,7 +70,7 @@ struct Memory<BFloat16> {
     return Lane(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
   }
   static BNB_FSDP_HD void store(uint16_t* p, Lane a) {
-    const __m256i high = _mm256_srli_epi32(bfloat16_bits(a.v), 16);
+    const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(a.v), 16);
     const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
   }
@@ -86,11 +87,6 @@ struct Memory<Float16> {
   }
 };
 
-BNB_FSDP_HD Lane lookup(const float* values, const uint8_t* codes) {
-  const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
-  return Lane(_mm256_i32gather_ps(values, index, 4));
-}
-
 BNB_FSDP_HD Bits no_bits() { return _mm256_setzero_si256(); }
 BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) { return _mm256_max_epi32(m, magnitude_bits(a.v)); }
 BNB_FSDP_HD int32_t largest(Bits m) {
@@ -100,21 +96,36 @@ BNB_FSDP_HD int32_t largest(Bits m) {
   return _mm_cvtsi128_si32(x);
 }
 
-// Codes of finite values x scaled to [-1, 1]; buckets as in codebook.h, moved so that they are indexed by bits >> 16.
+// One block of codes, times their scale.
 template <bool Signed>
-BNB_FSDP_HD void store_codes(uint8_t* codes, const uint32_t* buckets, Lane x) {
-  __m256i b = Signed ? magnitude_bits(x.v) : _mm256_castps_si256(x.v);
-  b = _mm256_min_epi32(_mm256_max_epi32(b, _mm256_set1_epi32(kLowBits)), _mm256_set1_epi32(kHighBits));
-  const __m256i entry = _mm256_i32gather_epi32(reinterpret_cast<const int*>(buckets), _mm256_srli_epi32(b, 16), 4);
-  __m256i code = _mm256_srli_epi32(_mm256_add_epi32(entry, b), 16);
-  if (Signed) {
-    const __m256i top = _mm256_set1_epi32(254);
-    __m256i mirrored = _mm256_sub_epi32(top, _mm256_min_epi32(code, top));
-    mirrored = _mm256_min_epi32(mirrored, _mm256_set1_epi32(126));
-    code = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(code), _mm256_castsi256_ps(mirrored), x.v));
+BNB_FSDP_HD void decode_block(const Codebook& book, const uint8_t* codes, float scale, float* values) {
+  const __m256 factor = _mm256_set1_ps(scale);
+  for (int i = 0; i < kBlock; i += 8) {
+    const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+    _mm256_storeu_ps(values + i, _mm256_mul_ps(_mm256_i32gather_ps(book.values, index, 4), factor));
   }
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(words, words));
+}
+
+// Codes of one block of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+template <bool Signed>
+BNB_FSDP_HD void encode_block(const Codebook& book, const float* values, float inverse, uint8_t* codes) {
+  const int* buckets = reinterpret_cast<const int*>(book.buckets) - (kLowBits >> 16);
+  const __m256 factor = _mm256_set1_ps(inverse);
+  for (int i = 0; i < kBlock; i += 8) {
+    const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(values + i), factor);
+    __m256i b = Signed ? magnitude_bits(x) : _mm256_castps_si256(x);
+    b = _mm256_min_epi32(_mm256_max_epi32(b, _mm256_set1_epi32(kLowBits)), _mm256_set1_epi32(kHighBits));
+    const __m256i entry = _mm256_i32gather_epi32(buckets, _mm256_srli_epi32(b, 16), 4);
+    __m256i code = _mm256_srli_epi32(_mm256_add_epi32(entry, b), 16);
+    if (Signed) {
+      const __m256i top = _mm256_set1_epi32(254);
+      __m256i mirrored = _mm256_sub_epi32(top, _mm256_min_epi32(code, top));
+      mirrored = _mm256_min_epi32(mirrored, _mm256_set1_epi32(126));
+      code = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(code), _mm256_castsi256_ps(mirrored), x));
+    }
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(codes + i), _mm_packus_epi16(words, words));
+  }
 }
 
 }  // namespace BNB_FSDP_ISA

@@ -29,10 +29,9 @@ BNB_FSDP_HD Lane signed_by(Lane magnitude, Lane x) {
 
 BNB_FSDP_HD Lane round_to(Float32, Lane a) { return a; }
 BNB_FSDP_HD Lane round_to(BFloat16, Lane a) { return Lane(bfloat16_to_float(float_to_bfloat16(a.v))); }
-BNB_FSDP_HD Lane round_to(Float16, Lane a) {
-  return Lane(float16_to_float(float_to_float16(a.v)));
-}
+BNB_FSDP_HD Lane round_to(Float16, Lane a) { return Lane(float16_to_float(float_to_float16(a.v))); }
 
+// Elements of a dtype in memory. What is stored has been rounded to the dtype before.
 template <class P>
 struct Memory;
 template <>
@@ -45,7 +44,7 @@ template <>
 struct Memory<BFloat16> {
   using type = uint16_t;
   static BNB_FSDP_HD Lane load(const uint16_t* p) { return Lane(bfloat16_to_float(*p)); }
-  static BNB_FSDP_HD void store(uint16_t* p, Lane a) { *p = float_to_bfloat16(a.v); }
+  static BNB_FSDP_HD void store(uint16_t* p, Lane a) { *p = static_cast<uint16_t>(to_bits(a.v) >> 16); }
 };
 template <>
 struct Memory<Float16> {
@@ -54,21 +53,30 @@ struct Memory<Float16> {
   static BNB_FSDP_HD void store(uint16_t* p, Lane a) { *p = float_to_float16(a.v); }
 };
 
-BNB_FSDP_HD Lane lookup(const float* values, const uint8_t* codes) { return Lane(values[*codes]); }
-
 BNB_FSDP_HD Bits no_bits() { return 0; }
-BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) { return std::max(m, static_cast<int32_t>(to_bits(a.v) & 0x7fffffffu)); }
+BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) {
+  return std::max(m, static_cast<int32_t>(to_bits(a.v) & 0x7fffffffu));
+}
 BNB_FSDP_HD int32_t largest(Bits m) { return m; }
 
-// Codes of finite values x scaled to [-1, 1]; buckets as in codebook.h, moved so that they are indexed by bits >> 16.
+// One block of codes, times their scale.
 template <bool Signed>
-BNB_FSDP_HD void store_codes(uint8_t* codes, const uint32_t* buckets, Lane x) {
-  const int32_t b = static_cast<int32_t>(to_bits(x.v));
-  int32_t magnitude = Signed ? b & 0x7fffffff : b;
-  magnitude = std::min(std::max(magnitude, static_cast<int32_t>(kLowBits)), static_cast<int32_t>(kHighBits));
-  uint32_t code = (buckets[magnitude >> 16] + static_cast<uint32_t>(magnitude)) >> 16;
-  if (Signed && b < 0) code = std::min(254u - std::min(code, 254u), 126u);
-  *codes = static_cast<uint8_t>(code);
+BNB_FSDP_HD void decode_block(const Codebook& book, const uint8_t* codes, float scale, float* values) {
+  for (int i = 0; i < kBlock; ++i) values[i] = book.values[codes[i]] * scale;
+}
+
+// Codes of one block of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+template <bool Signed>
+BNB_FSDP_HD void encode_block(const Codebook& book, const float* values, float inverse, uint8_t* codes) {
+  const uint32_t* buckets = book.buckets - (kLowBits >> 16);
+  for (int i = 0; i < kBlock; ++i) {
+    const int32_t b = static_cast<int32_t>(to_bits(values[i] * inverse));
+    int32_t magnitude = Signed ? b & 0x7fffffff : b;
+    magnitude = std::min(std::max(magnitude, static_cast<int32_t>(kLowBits)), static_cast<int32_t>(kHighBits));
+    uint32_t code = (buckets[magnitude >> 16] + static_cast<uint32_t>(magnitude)) >> 16;
+    if (Signed && b < 0) code = std::min(254u - std::min(code, 254u), 126u);
+    codes[i] = static_cast<uint8_t>(code);
+  }
 }
 
 }  // namespace BNB_FSDP_ISA

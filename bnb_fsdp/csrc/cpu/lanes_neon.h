@@ -45,10 +45,9 @@ BNB_FSDP_HD uint32x4_t bfloat16_bits(float32x4_t v) {
 
 BNB_FSDP_HD Lane round_to(Float32, Lane a) { return a; }
 BNB_FSDP_HD Lane round_to(BFloat16, Lane a) { return Lane(vreinterpretq_f32_u32(bfloat16_bits(a.v))); }
-BNB_FSDP_HD Lane round_to(Float16, Lane a) {
-  return Lane(vcvt_f32_f16(vcvt_f16_f32(a.v)));
-}
+BNB_FSDP_HD Lane round_to(Float16, Lane a) { return Lane(vcvt_f32_f16(vcvt_f16_f32(a.v))); }
 
+// Elements of a dtype in memory. What is stored has been rounded to the dtype before.
 template <class P>
 struct Memory;
 template <>
@@ -63,40 +62,51 @@ struct Memory<BFloat16> {
   static BNB_FSDP_HD Lane load(const uint16_t* p) {
     return Lane(vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(p)), 16)));
   }
-  static BNB_FSDP_HD void store(uint16_t* p, Lane a) { vst1_u16(p, vshrn_n_u32(bfloat16_bits(a.v), 16)); }
+  static BNB_FSDP_HD void store(uint16_t* p, Lane a) {
+    vst1_u16(p, vshrn_n_u32(vreinterpretq_u32_f32(a.v), 16));
+  }
 };
 template <>
 struct Memory<Float16> {
   using type = uint16_t;
-  static BNB_FSDP_HD Lane load(const uint16_t* p) { return Lane(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))); }
+  static BNB_FSDP_HD Lane load(const uint16_t* p) {
+    return Lane(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))));
+  }
   static BNB_FSDP_HD void store(uint16_t* p, Lane a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a.v))); }
 };
-
-BNB_FSDP_HD Lane lookup(const float* values, const uint8_t* codes) {
-  const float x[4] = {values[codes[0]], values[codes[1]], values[codes[2]], values[codes[3]]};
-  return Lane(vld1q_f32(x));
-}
 
 BNB_FSDP_HD Bits no_bits() { return vdupq_n_s32(0); }
 BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) { return vmaxq_s32(m, magnitude_bits(a.v)); }
 BNB_FSDP_HD int32_t largest(Bits m) { return vmaxvq_s32(m); }
 
-// Codes of finite values x scaled to [-1, 1]; buckets as in codebook.h, moved so that they are indexed by bits >> 16.
+// One block of codes, times their scale.
 template <bool Signed>
-BNB_FSDP_HD void store_codes(uint8_t* codes, const uint32_t* buckets, Lane x) {
-  int32x4_t b = Signed ? magnitude_bits(x.v) : vreinterpretq_s32_f32(x.v);
-  b = vminq_s32(vmaxq_s32(b, vdupq_n_s32(kLowBits)), vdupq_n_s32(kHighBits));
-  uint32_t bits[4];
-  vst1q_u32(bits, vreinterpretq_u32_s32(b));
-  for (int i = 0; i < 4; ++i) bits[i] = (buckets[bits[i] >> 16] + bits[i]) >> 16;
-  uint32x4_t code = vld1q_u32(bits);
-  if (Signed) {
-    const uint32x4_t top = vdupq_n_u32(254);
-    const uint32x4_t mirrored = vminq_u32(vsubq_u32(top, vminq_u32(code, top)), vdupq_n_u32(126));
-    code = vbslq_u32(vcltq_s32(vreinterpretq_s32_f32(x.v), vdupq_n_s32(0)), mirrored, code);
+BNB_FSDP_HD void decode_block(const Codebook& book, const uint8_t* codes, float scale, float* values) {
+  for (int i = 0; i < kBlock; i += 4) {
+    const uint8_t* c = codes + i;
+    const float x[4] = {book.values[c[0]], book.values[c[1]], book.values[c[2]], book.values[c[3]]};
+    vst1q_f32(values + i, vmulq_n_f32(vld1q_f32(x), scale));
   }
-  vst1q_u32(bits, code);
-  for (int i = 0; i < 4; ++i) codes[i] = static_cast<uint8_t>(bits[i]);
+}
+
+// Codes of one block of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+template <bool Signed>
+BNB_FSDP_HD void encode_block(const Codebook& book, const float* values, float inverse, uint8_t* codes) {
+  const uint32_t* buckets = book.buckets - (kLowBits >> 16);
+  for (int i = 0; i < kBlock; i += 4) {
+    const float32x4_t x = vmulq_n_f32(vld1q_f32(values + i), inverse);
+    int32x4_t b = Signed ? magnitude_bits(x) : vreinterpretq_s32_f32(x);
+    b = vminq_s32(vmaxq_s32(b, vdupq_n_s32(kLowBits)), vdupq_n_s32(kHighBits));
+    uint32_t code[4];
+    vst1q_u32(code, vreinterpretq_u32_s32(b));
+    for (int lane = 0; lane < 4; ++lane) code[lane] = (buckets[code[lane] >> 16] + code[lane]) >> 16;
+    if (Signed) {
+      const uint32x4_t c = vld1q_u32(code), top = vdupq_n_u32(254);
+      const uint32x4_t mirrored = vminq_u32(vsubq_u32(top, vminq_u32(c, top)), vdupq_n_u32(126));
+      vst1q_u32(code, vbslq_u32(vcltq_s32(vreinterpretq_s32_f32(x), vdupq_n_s32(0)), mirrored, c));
+    }
+    for (int lane = 0; lane < 4; ++lane) codes[i + lane] = static_cast<uint8_t>(code[lane]);
+  }
 }
 
 }  // namespace BNB_FSDP_ISA

@@ -63,7 +63,8 @@ class Pool {
   unsigned long round_ = 0;
 };
 
-// Never destroyed: its threads sleep until the process ends, and a forked child has the object but not the threads.
+// Never destroyed: its threads sleep until the process ends, and a forked child has the object but not the
+// threads.
 Pool* pool = nullptr;
 
 void forget_pool() { pool = nullptr; }
@@ -72,12 +73,11 @@ void forget_pool() { pool = nullptr; }
 
 void run_parallel(int threads, const std::function<void()>& job) {
   static std::mutex creation;
-  static const int registered = pthread_atfork(
-      [] { creation.lock(); }, [] { creation.unlock(); },
-      [] {
-        creation.unlock();
-        forget_pool();
-      });
+  static const int registered = pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
+                                               [] {
+                                                 creation.unlock();
+                                                 forget_pool();
+                                               });
   (void)registered;
   Pool* current;
   {

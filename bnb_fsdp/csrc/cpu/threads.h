@@ -7,8 +7,8 @@
 
 namespace bnb_fsdp {
 
-// Runs job() on the caller and on up to threads - 1 pool threads at the same time; returns when all have returned.
-// Calls from several threads take turns. Safe after fork: a child starts a pool of its own.
+// Runs job() on the caller and on up to threads - 1 pool threads at the same time; returns when all have
+// returned. Calls from several threads take turns. Safe after fork: a child starts a pool of its own.
 void run_parallel(int threads, const std::function<void()>& job);
 
 }  // namespace bnb_fsdp

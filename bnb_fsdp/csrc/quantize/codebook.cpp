@@ -17,7 +17,8 @@ uint32_t bits_of(float x) {
 // torch.linspace(0.1, 1, count)[k] in float32: one fused multiply-add from the nearer end.
 float point(int count, int k) {
   const float step = (1.0f - 0.1f) / static_cast<float>(count - 1);
-  return k < count / 2 ? fmaf(step, static_cast<float>(k), 0.1f) : fmaf(-step, static_cast<float>(count - 1 - k), 1.0f);
+  return k < count / 2 ? fmaf(step, static_cast<float>(k), 0.1f)
+                       : fmaf(-step, static_cast<float>(count - 1 - k), 1.0f);
 }
 
 void fill_values(bool is_signed, float* values) {
@@ -48,32 +49,73 @@ uint32_t magnitude_code(const Codebook& book, float magnitude) {
   return (book.buckets[(b >> 16) - (kLowBits >> 16)] + b) >> 16;
 }
 
-}  // namespace
+float from_bits(uint32_t b) {
+  float x;
+  memcpy(&x, &b, sizeof x);
+  return x;
+}
 
-bool build_codebook(bool is_signed, Codebook& book) {
-  fill_values(is_signed, book.values);
-  book.first = is_signed ? 127 : 0;
+void fill_decades(bool is_signed, Codebook& book) {
+  // starts[d]: smallest float32 whose code belongs to decade d.
+  float starts[9];
+  starts[0] = from_bits(kLowBits);
+  for (int d = 0; d <= 8; ++d) {
+    if (d == 0 || d == 8) {
+      book.slope[d] = 0.0f;
+      book.top[d] = d == 0 ? book.first : 255;
+      book.offset[d] = static_cast<float>(book.top[d]);
+    } else {
+      const int cells = is_signed ? 1 << (d - 1) : 1 << d;
+      const int base = is_signed ? 127 + cells : cells - 1;  // code of the decade's first value
+      const double slope = cells * pow(10.0, 7 - d) / 0.9;
+      book.slope[d] = static_cast<float>(slope);
+      book.offset[d] = static_cast<float>(base - cells * 0.1 / 0.9 - 0.5);
+      book.top[d] = base + cells - 1;
+    }
+    if (d > 0) starts[d] = from_bits(bound_after(book, book.top[d - 1]));
+  }
+  for (uint32_t exponent = 96; exponent < 128; ++exponent) {
+    const float low = from_bits(exponent << 23), high = from_bits((exponent + 1) << 23);
+    int decade = 0;
+    while (decade < 8 && starts[decade + 1] <= low) ++decade;
+    book.binade_decade[exponent & 31] = decade;
+    book.binade_bound[exponent & 31] = decade < 8 && starts[decade + 1] < high ? starts[decade + 1] : INFINITY;
+  }
+  for (int d = 9; d < 16; ++d) book.slope[d] = book.offset[d] = 0.0f, book.top[d] = 0;
+}
+
+void fill_buckets(Codebook& book) {
   int code = book.first;
   for (int i = 0; i < kBuckets; ++i) {
     const uint32_t top = (kLowBits >> 16) + static_cast<uint32_t>(i);
     const uint32_t start = top << 16;
     while (code < 255 && bound_after(book, code) <= start) ++code;
     uint32_t entry = static_cast<uint32_t>(code) << 16;
-    int next = code;
-    while (next < 255 && bound_after(book, next) < start + 0x10000u) ++next;
-    if (next - code > 1) return false;
-    if (next != code) entry += 0x10000u - (bound_after(book, code) - start);
+    if (code < 255 && bound_after(book, code) < start + 0x10000u)
+      entry += 0x10000u - (bound_after(book, code) - start);
     book.buckets[i] = entry - start;
   }
-  return true;
 }
+
+void build(bool is_signed, Codebook& book) {
+  fill_values(is_signed, book.values);
+  book.first = is_signed ? 127 : 0;
+  fill_buckets(book);
+  fill_decades(is_signed, book);
+  for (int i = 0; i < 256; ++i) {
+    const uint32_t b = bits_of(book.values[i]);
+    for (int plane = 0; plane < 4; ++plane) book.planes[plane][i] = static_cast<uint8_t>(b >> (8 * plane));
+  }
+}
+
+}  // namespace
 
 const Codebook& codebook(bool is_signed) {
   struct Both {
     Codebook books[2];
     Both() {
-      build_codebook(false, books[0]);
-      build_codebook(true, books[1]);
+      build(false, books[0]);
+      build(true, books[1]);
     }
   };
   static const Both both;

@@ -10,22 +10,35 @@ namespace bnb_fsdp {
 
 constexpr int kBlock = 256;
 
-// Values are looked up by the upper 16 bits of |x|; below kLowBits lies code zero, above kHighBits (1.0) code 255.
+// Values are looked up by the upper 16 bits of |x|; below kLowBits lies code zero, above kHighBits (1.0) code
+// 255.
 constexpr uint32_t kLowBits = 0x34000000u;   // 2^-23, less than half of the smallest value
 constexpr uint32_t kHighBits = 0x3f800000u;  // 1.0
 constexpr int kBuckets = static_cast<int>((kHighBits >> 16) - (kLowBits >> 16)) + 1;
 
 struct Codebook {
   float values[256];
-  // Smallest float32, as bits, that has at least code `first + 1 + i`; codes of non-negative values only.
   int first;  // code of zero: 127 (signed) or 0
   // (buckets[(b >> 16) - (kLowBits >> 16)] + b) >> 16 is the code of a value with bits b: a bucket holds one
   // bound at most, so adding the low bits carries into the code exactly when the bound is reached.
   uint32_t buckets[kBuckets];
+
+  // The same by arithmetic, for instruction sets with small in-register tables: within a decade the bounds are
+  // evenly spaced, so round(slope * x + offset), at most `top`, is the code unless the sum lies within kUnsure
+  // of a rounding boundary. Indexed by decade: 0 for code zero, 1 to 7 for 1e-6 to 1, 8 for code 255.
+  float slope[16], offset[16];
+  int32_t top[16];
+  // Indexed by the low five bits of the value's exponent: the decade at the start of the binade, and the bound
+  // within it at which the next decade begins (infinity if none).
+  int32_t binade_decade[32];
+  float binade_bound[32];
+
+  // values[] as four planes of bytes, for byte permutations: planes[b][i] is byte b of values[i].
+  alignas(64) uint8_t planes[4][256];
 };
 
-// Both fill a codebook; build_codebook returns false if some bucket held two bounds.
-bool build_codebook(bool is_signed, Codebook& book);
+constexpr float kUnsure = 1e-4f;
+// Both maps, built on first use.
 const Codebook& codebook(bool is_signed);
 
 // The general rule for one state, any value and scale included: see codebook.py, `quantize`.

@@ -1,7 +1,7 @@
 // Adam and AdamW: see rules.py for the same in torch, docs/parity.md for the order of operations.
 //
-// A rule is written on lanes L: fma, mul, rcp, sqrt, is_finite, select and round_to(dtype, x) come with the lane
-// type (a SIMD register on the CPU, a float on CUDA) and round each operation once.
+// A rule is written on lanes L: fma, mul, rcp, sqrt, is_finite, select and round_to(dtype, x) come with the
+// lane type (a SIMD register on the CPU, a float on CUDA) and round each operation once.
 #pragma once
 #include "config.h"
 

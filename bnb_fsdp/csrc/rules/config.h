@@ -1,7 +1,7 @@
 // What the rules need to be compiled for several instruction sets and for CUDA from one text.
 //
-// Each translation unit that is built with its own instruction-set flags defines BNB_FSDP_ISA, and everything it
-// includes lives in that namespace: otherwise the linker would keep one copy of an inline function, possibly
+// Each translation unit that is built with its own instruction-set flags defines BNB_FSDP_ISA, and everything
+// it includes lives in that namespace: otherwise the linker would keep one copy of an inline function, possibly
 // built with instructions the processor lacks.
 #pragma once
 #include <math.h>
