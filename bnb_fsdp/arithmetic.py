@@ -30,21 +30,19 @@ def scalar(x: float) -> float:
         return float("inf") if x > 0 else float("-inf")
 
 
-def _wide(x: Operand) -> Tensor | float:
-    if isinstance(x, Tensor):
-        x = x.to(torch.float64)
-        return torch.where(x.abs() < _SMALLEST_NORMAL, torch.copysign(torch.zeros_like(x), x), x)
-    return 0.0 if abs(x) < _SMALLEST_NORMAL else x
+def flush(x: Tensor) -> Tensor:
+    """``x`` with float32's subnormal numbers replaced by zero of the same sign."""
+    return torch.where(x.abs() < _SMALLEST_NORMAL, torch.copysign(torch.zeros_like(x), x), x)
+
+
+def _wide(x: Operand) -> Tensor:
+    wide = x.to(torch.float64) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+    return flush(wide)
 
 
 def _narrow(x: Tensor) -> Tensor:
     zero = torch.copysign(torch.zeros_like(x), x)
     return torch.where(x.abs() < _FLUSH_BELOW, zero, x).to(torch.float32)
-
-
-def flush(x: Tensor) -> Tensor:
-    """``x`` (float32) with subnormal numbers replaced by zero of the same sign."""
-    return torch.where(x.abs() < _SMALLEST_NORMAL, torch.copysign(torch.zeros_like(x), x), x)
 
 
 def mul(a: Tensor, b: Operand) -> Tensor:
@@ -59,16 +57,12 @@ def sub(a: Tensor, b: Operand) -> Tensor:
 
 def rcp(a: Tensor) -> Tensor:
     """``1 / a``."""
-    wide = _wide(a)
-    assert isinstance(wide, Tensor)
-    return _narrow(1.0 / wide)
+    return _narrow(1.0 / _wide(a))
 
 
 def sqrt(a: Tensor) -> Tensor:
     """Square root of ``a``."""
-    wide = _wide(a)
-    assert isinstance(wide, Tensor)
-    return _narrow(wide.sqrt())
+    return _narrow(_wide(a).sqrt())
 
 
 def fma(a: Operand, b: Operand, c: Operand) -> Tensor:
@@ -78,8 +72,8 @@ def fma(a: Operand, b: Operand, c: Operand) -> Tensor:
     (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding
     to odd", IEEE TC 2008), after which the rounding to float32 is that of the exact sum.
     """
-    product, addend = _wide(a) * _wide(b), _wide(c)  # type: ignore[operator]
-    total = torch.as_tensor(product + addend)
+    product, addend = _wide(a) * _wide(b), _wide(c)
+    total = product + addend
     virtual = total - product
     error = (product - (total - virtual)) + (addend - virtual)
     bits = total.contiguous().view(torch.int64)

@@ -67,8 +67,8 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
             loaded[parameter] = _entry(optimizer, parameter, name, values)
     for group, saved in zip(groups, saved_groups):
         saved["params"] = group["params"]
-        if "param_names" in group:
-            saved.setdefault("param_names", group["param_names"])
+        for key in group:  # keys that others added to the live group since
+            saved.setdefault(key, group[key])
     new_state = type(optimizer.state)(dict)
     new_state.update(loaded)
     optimizer.__setstate__({"state": new_state, "param_groups": saved_groups})
@@ -86,7 +86,8 @@ def _check_groups(optimizer: BlockwiseOptimizer, saved_groups: list[dict[str, An
             "build the optimizer with the same groups in the same order."
         )
     for index, (group, saved) in enumerate(zip(groups, saved_groups)):
-        missing = sorted(set(group) - set(saved) - {"param_names"})
+        # Only what this class defines: schedulers, for one, add keys of their own to a live group.
+        missing = sorted(set(optimizer.defaults) & set(group) - set(saved))
         if missing:
             raise ValueError(
                 f"group {index} of the state dict lacks {missing}: it was not saved by this optimizer's class "
@@ -105,7 +106,9 @@ def _entry(
     """State of one parameter: copied, moved to its device, dtypes kept, checked."""
     rule = optimizer.rule
     if not isinstance(values.get("state1"), Tensor):
-        raise ValueError(f"{name}: the state dict has keys {sorted(values)}, expected {list(rule.states)} and step.")
+        raise ValueError(
+            f"{name}: the state dict has keys {sorted(values)}, expected {list(rule.states)} and step."
+        )
     keys = {"step", *rule.states}
     if state.bits_of(values) == 8:
         keys |= {state.absmax_key(key) for key in rule.states}
@@ -113,6 +116,9 @@ def _entry(
         raise ValueError(
             f"{name}: the state dict has keys {sorted(values)}, {rule.name} expects {sorted(keys)}."
         )
+    for key in keys - {"step"}:
+        if not isinstance(values[key], Tensor):
+            raise ValueError(f"{name}: {key} in the state dict is {values[key]!r}, expected a tensor.")
     shard = sharding.local(parameter).detach()
     entry: dict[str, Any] = {}
     for key, value in values.items():

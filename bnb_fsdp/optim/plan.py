@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import backends, sharding, state
 from ..backends import BucketKey, Slot
-from ..rules import Hyper
 from ..groups import parameter_name
+from ..rules import Hyper
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
@@ -34,29 +34,35 @@ class _Bucket:
 class _Item:
     """One parameter: where it lives, what it was when planned, and its place in a bucket."""
 
-    __slots__ = ("bucket", "index", "name", "numel", "parameter", "pointer", "shard", "state", "tensors")
+    __slots__ = ("bucket", "index", "name", "parameter", "pointers", "shard", "state", "tensors")
 
     def __init__(self, parameter: Tensor, name: str, values: dict[str, Tensor]) -> None:
         self.parameter = parameter
         self.name = name
         self.shard = sharding.local(parameter).detach()
-        self.pointer = self.shard.data_ptr()
         self.state = values
         self.tensors = tuple(values.values())
+        self.pointers = _pointers(self.shard, self.tensors)
         self.bucket: _Bucket
         self.index: int
 
     def is_current(self, optimizer_state: dict[Tensor, Any]) -> bool:
+        """Whether parameter and state are the same tensors on the same storage: a native table holds pointers."""
         shard = sharding.local(self.parameter)
         values = optimizer_state.get(self.parameter)
         return (
-            shard.data_ptr() == self.pointer
-            and shard.shape == self.shard.shape
-            and shard.dtype == self.shard.dtype
-            and values is self.state
+            values is self.state
             and len(values) == len(self.tensors)
             and all(a is b for a, b in zip(values.values(), self.tensors))
+            and _pointers(shard, self.tensors) == self.pointers
+            and shard.shape == self.shard.shape
+            and shard.stride() == self.shard.stride()
+            and shard.dtype == self.shard.dtype
         )
+
+
+def _pointers(shard: Tensor, tensors: Sequence[Tensor]) -> list[int]:
+    return [shard.data_ptr(), *(tensor.data_ptr() for tensor in tensors)]
 
 
 class Plan:
@@ -81,8 +87,13 @@ class Plan:
             backend = backends.select(key.device, optimizer._backend)
             bucket.prepared = backend.bucket(key, self._rule, bucket.slots)
         self._buckets = list(buckets.values())
-        for parameter, values in fresh.items():
-            self._state[parameter] = values
+        self._fresh = fresh
+        self._state.update(fresh)
+
+    def discard_fresh_state(self) -> None:
+        """Take back the state this plan allocated: for a first step that was refused."""
+        for parameter in self._fresh:
+            del self._state[parameter]
 
     def _item(
         self,

@@ -1,0 +1,295 @@
+"""The CPU library against the rules (bit for bit) and every instruction set against plain code."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bnb_fsdp import rules, state
+from bnb_fsdp.backends import BucketKey, Slot, cpu, native
+from bnb_fsdp.backends.torch_backend import TorchBackend
+from bnb_fsdp.codebook import dynamic_map
+from bnb_fsdp.rules import Hyper, Rule
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SIZES = (0, 1, 3, 255, 256, 257, 4095, 4096, 4097, 3 * 8192 + 5)
+GROUPS = (
+    Hyper(1e-3, 0.9, 0.999, eps=1e-8, weight_decay=0.01),
+    Hyper(3e-3, 0.95, 0.99, eps=1e-6, weight_decay=0.0),
+)
+X86_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+# instruction set -> lanes, compiler flags
+INSTRUCTION_SETS = {
+    "avx512vbmi": ("AVX512", [*X86_FLAGS, "-mavx512vbmi", "-DBNB_FSDP_VBMI", "-DBNB_FSDP_X86"]),
+    "avx512": ("AVX512", [*X86_FLAGS, "-DBNB_FSDP_X86"]),
+    "avx2": ("AVX2", ["-mavx2", "-mfma", "-mf16c", "-DBNB_FSDP_X86"]),
+}
+
+
+@pytest.fixture(params=cpu.instruction_sets())
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    choose = native.load("cpu").checked("bnb_fsdp_cpu_set_isa", ctypes.c_char_p)
+    before = cpu.instruction_set()
+    choose(request.param.encode())
+    yield request.param
+    choose(before.encode())
+
+
+def slots(rule: Rule, bits: int, dtype: torch.dtype) -> list[Slot]:
+    result = []
+    for index, size in enumerate(SIZES):
+        parameter = torch.randn(size, generator=torch.Generator().manual_seed(index)).to(dtype)
+        values = state.allocate(parameter, bits, rule)
+        absmax = tuple(values[state.absmax_key(key)] for key in rule.states) if bits == 8 else ()
+        states = tuple(values[key] for key in rule.states)
+        result.append(Slot(f"p{index}", index % 2, parameter, states, absmax, values["step"]))
+    return result
+
+
+def gradient(size: int, step: int, dtype: torch.dtype, special: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + size)
+    g = torch.randn(size, generator=generator) * 10 ** (6 * torch.rand(size, generator=generator) - 6)
+    if special and size > 250:
+        g[::7], g[11] = 0.0, -0.0
+        g[5], g[9], g[100] = float("nan"), float("inf"), -float("inf")
+        g[20:60] *= 1e-22
+        if step == 0:
+            g[:256] = 0.0
+    if special and size > 4000:
+        g[256:512] = 0.0
+        g[512:768] *= 1e20
+        g[1024:1280] = float("nan")
+        g[1280:1536] = -0.0
+        g[1536:1792] *= 1e-36
+    return g.to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    equal = a.view(view) == b.view(view)
+    return bool((equal | (torch.isnan(a) & torch.isnan(b))).all())
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["ordinary", "nan_inf_zero_subnormal"])
+@pytest.mark.parametrize("gradient_dtype", DTYPES)
+@pytest.mark.parametrize("parameter_dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("rule", list(rules.RULES.values()), ids=lambda rule: rule.name)
+def test_parameters_and_states_equal_the_rules_bit_for_bit(
+    instruction_set: str, rule: Rule, bits: int, parameter_dtype: str, gradient_dtype: str, special: bool
+) -> None:
+    dtype, g_dtype = DTYPES[parameter_dtype], DTYPES[gradient_dtype]
+    key = BucketKey(rule.name, bits, dtype, g_dtype, torch.device("cpu"))
+    mine, expected = slots(rule, bits, dtype), slots(rule, bits, dtype)
+    kernels = cpu.CpuBackend().bucket(key, rule, mine)
+    oracle = TorchBackend().bucket(key, rule, expected)
+    for step in range(3):
+        gradients: list[Tensor | None] = [gradient(size, step, g_dtype, special) for size in SIZES]
+        if step == 1:
+            gradients[3] = None
+        kernels.run(gradients, GROUPS)
+        oracle.run(gradients, GROUPS)
+    for a, b in zip(mine, expected):
+        assert float(a.step) == float(b.step) == (2 if a.name == "p3" else 3)
+        assert same_bits(a.parameter, b.parameter), f"parameter of {a.parameter.numel()}"
+        for x, y in zip((*a.states, *a.absmax), (*b.states, *b.absmax)):
+            assert same_bits(x, y), f"state of {a.parameter.numel()}"
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_library_has_the_codebook_of_the_rules(signed: bool) -> None:
+    values = (ctypes.c_float * 256)()
+    native.load("cpu").checked("bnb_fsdp_codebook", ctypes.c_int, ctypes.c_void_p)(int(signed), values)
+    assert list(values) == list(dynamic_map(signed))
+
+
+def build_and_run_harness(
+    tmp_path: Path, compiler: str, name: str, lanes: str, flags: list[str], run: list[str]
+) -> str:
+    sources = ROOT / "bnb_fsdp" / "csrc"
+    common = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w"]
+    plain = [
+        *common,
+        "-c",
+        "-DBNB_FSDP_ISA=generic",
+        "-DBNB_FSDP_LANES_GENERIC",
+        str(sources / "cpu/kernels.cpp"),
+    ]
+    subprocess.run([compiler, *plain, "-o", str(tmp_path / "generic.o")], check=True)
+    harness = [str(ROOT / "tests/native/harness.cpp"), str(tmp_path / "generic.o")]
+    ours = [*common, *flags, f"-DBNB_FSDP_ISA={name}", f"-DBNB_FSDP_LANES_{lanes}", *harness]
+    program = str(tmp_path / "harness")
+    subprocess.run([compiler, *ours, str(sources / "quantize/codebook.cpp"), "-o", program], check=True)
+    result = subprocess.run([*run[:-1], program, run[-1]], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in cpu.instruction_sets() if name in INSTRUCTION_SETS])
+def test_every_float_gets_its_code_and_every_kernel_equals_plain_code(tmp_path: Path, name: str) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    lanes, flags = INSTRUCTION_SETS[name]
+    output = build_and_run_harness(tmp_path, compiler, name, lanes, flags, ["1"])
+    assert output.startswith(f"{name}: ") and output.endswith("values equal\n")
+    assert int(output.split()[1]) > 600_000_000
+
+
+def test_neon_kernels_equal_plain_code_under_emulation(tmp_path: Path) -> None:
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+    if compiler is None or emulator is None:
+        pytest.skip(
+            "needs aarch64-linux-gnu-g++ and qemu-aarch64-static (Debian: g++-aarch64-linux-gnu, qemu-user-static)"
+        )
+    flags = ["-static", "-DBNB_FSDP_NEON"]
+    output = build_and_run_harness(tmp_path, compiler, "neon", "NEON", flags, [emulator, "97"])
+    assert output.startswith("neon: ") and output.endswith("values equal\n")
+
+
+def test_failure_raises_with_operation_dtype_and_message_and_changes_nothing() -> None:
+    mine = slots(rules.ADAM, 8, torch.float32)
+    before = [slot.parameter.clone() for slot in mine]
+    key = BucketKey("nosuchrule", 8, torch.float32, torch.float32, torch.device("cpu"))
+    bucket = cpu.CpuBackend().bucket(key, rules.ADAM, mine)
+    with pytest.raises(
+        RuntimeError, match=r"nosuchrule step \(8-bit, torch.float32.*no kernel for rule nosuchrule"
+    ):
+        bucket.run([torch.ones(size) for size in SIZES], GROUPS)
+    assert all(torch.equal(slot.parameter, old) for slot, old in zip(mine, before))
+    assert all(float(slot.step) == 0 for slot in mine)
+
+
+def test_thread_budget_is_torchs_threads_within_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.THREADS_VARIABLE, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert cpu.thread_budget() == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cpu.thread_budget() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert cpu.thread_budget() == 1
+    monkeypatch.setenv(cpu.THREADS_VARIABLE, "7")
+    assert cpu.thread_budget() == 7
+    monkeypatch.setenv(cpu.THREADS_VARIABLE, "many")
+    with pytest.raises(ValueError, match="BNB_FSDP_NUM_THREADS='many' must be a positive integer"):
+        cpu.thread_budget()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    results = []
+    for count in (1, threads):
+        monkeypatch.setenv(cpu.THREADS_VARIABLE, str(count))
+        parameter = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+        values = state.allocate(parameter, 8, rules.ADAM)
+        slot = Slot("p", 0, parameter, (values["state1"], values["state2"]), (values["absmax1"], values["absmax2"]),
+                    values["step"])  # fmt: skip
+        key = BucketKey("adam", 8, torch.float32, torch.float32, torch.device("cpu"))
+        bucket = cpu.CpuBackend().bucket(key, rules.ADAM, [slot])
+        for step in range(20):
+            bucket.run([gradient(300_001, step, torch.float32, False)], GROUPS)
+        results.append([parameter, *slot.states, *slot.absmax])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_optimizers_in_several_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.THREADS_VARIABLE, "3")
+    g = gradient(200_000, 0, torch.float32, False)
+
+    def train(out: list[Tensor]) -> None:
+        slot_list = slots(rules.ADAM, 8, torch.float32)[-1:]
+        parameter = torch.zeros(200_000)
+        values = state.allocate(parameter, 8, rules.ADAM)
+        slot_list = [Slot("p", 0, parameter, (values["state1"], values["state2"]),
+                          (values["absmax1"], values["absmax2"]), values["step"])]  # fmt: skip
+        key = BucketKey("adam", 8, torch.float32, torch.float32, torch.device("cpu"))
+        bucket = cpu.CpuBackend().bucket(key, rules.ADAM, slot_list)
+        for _ in range(20):
+            bucket.run([g], GROUPS)
+        out.append(parameter)
+
+    expected: list[Tensor] = []
+    train(expected)
+    results: list[Tensor] = []
+    workers = [threading.Thread(target=train, args=(results,)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(results) == 4 and all(torch.equal(result, expected[0]) for result in results)
+
+
+def test_a_forked_child_steps_with_threads_of_its_own() -> None:
+    script = """
+import os, torch, bnb_fsdp
+os.environ["BNB_FSDP_NUM_THREADS"] = "3"
+def train():
+    p = torch.nn.Parameter(torch.zeros(300_000)); optimizer = bnb_fsdp.AdamW8bit([p])
+    p.grad = torch.linspace(-1, 1, 300_000)
+    for _ in range(3): optimizer.step()
+    return p.sum().item()
+parent = train()
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if train() == parent else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+
+
+def test_subnormal_mode_of_the_calling_thread_is_left_alone() -> None:
+    parameter = torch.nn.Parameter(torch.ones(512))
+    parameter.grad = torch.ones(512)
+    from bnb_fsdp import AdamW8bit
+
+    AdamW8bit([parameter], min_8bit_size=1).step()
+    tiny = torch.tensor(1e-40)
+    assert float(tiny * 1.0) != 0.0
+
+
+def test_missing_library_is_said_once_and_torch_takes_over(tmp_path: Path) -> None:
+    script = f"""
+import os, warnings
+os.environ["{native.DIRECTORY_VARIABLE}"] = {str(tmp_path)!r}
+import torch, bnb_fsdp
+def optimizer(**kwargs):
+    p = torch.nn.Parameter(torch.zeros(5000)); p.grad = torch.ones(5000)
+    return bnb_fsdp.AdamW8bit([p], **kwargs)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2): optimizer().step()
+messages = [str(w.message) for w in caught if "bnb_fsdp" in str(w.message)]
+assert len(messages) == 1 and "libbnb_fsdp_cpu.so is missing" in messages[0] and "Reinstall" in messages[0], messages
+try:
+    optimizer(backend="cpu").step()
+except RuntimeError as error:
+    assert "backend='cpu' was asked for" in str(error) and "missing" in str(error)
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_broken_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libbnb_fsdp_cpu.so").write_bytes(b"not a library")
+    with pytest.raises(native.LibraryError, match=r"libbnb_fsdp_cpu.so cannot be loaded.*Reinstall"):
+        native.NativeLibrary(tmp_path / "libbnb_fsdp_cpu.so")
+
+
+def test_unknown_instruction_set_lists_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.ISA_VARIABLE, "mmx")
+    with pytest.raises(ValueError, match=r"BNB_FSDP_CPU_ISA='mmx'.*choose one of .*generic"):
+        cpu.CpuBackend()

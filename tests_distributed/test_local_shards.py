@@ -1,0 +1,221 @@
+"""Every local shard is updated exactly as the plain local tensor would be, whatever the sharding.
+
+The expectation is computed by the rules on the local tensor alone, independent of backends, plans and DTensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import bnb_fsdp
+from bnb_fsdp import rules
+
+STEPS = 3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OPTIMIZERS = {
+    "AdamW8bit": dict(lr=1e-2, weight_decay=0.1),
+    "AdamW32bit": dict(lr=1e-2, weight_decay=0.1),
+    "Lion8bit": dict(lr=1e-3, weight_decay=0.1),
+}
+WORLDS = (1, 2, 4)
+
+# Rows of a multiple of 256 elements: blocks do not depend on the number of ranks.
+ALIGNED_SHAPES = [(64, 512), (7, 1024), (3, 1792), (16, 256), (15, 256)]
+
+
+def shapes(world: int) -> list[tuple[int, ...]]:
+    """Global shapes whose shards meet every boundary at this world size."""
+    around_blocks = [(world * 255,), (world * 256,), (world * 256 + 1,), (world * 257,)]
+    around_threshold = [
+        (world * 4095,),
+        (world * 4096,),
+        (world * 4097,),
+        (world * 4096 + 1,),
+        (4095,),
+        (4096,),
+    ]
+    uneven_and_empty = [(3, 1700), (1, 5000), (37, 300), (5,), (2, 3, 700), (1,)]
+    return around_blocks + around_threshold + uneven_and_empty + ALIGNED_SHAPES
+
+
+class Weighted(nn.Module):
+    """sum(parameter * weight): the gradient of each parameter is its weight, whatever the number of ranks."""
+
+    def __init__(self, world: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(
+            nn.Parameter((torch.randn(shape, generator=torch.Generator().manual_seed(index)) * 0.1).to(dtype))
+            for index, shape in enumerate(shapes(world))
+        )
+
+    def forward(self, step: int) -> Tensor:
+        total = torch.zeros((), device=ranks.device())
+        for index, parameter in enumerate(self.tensors):
+            generator = torch.Generator().manual_seed(1000 * step + index)
+            spread = 10 ** (3 * torch.rand(parameter.shape, generator=generator) - 3)
+            weight = torch.randn(parameter.shape, generator=generator) * spread
+            # FSDP2 divides float16 gradients by the number of ranks: keep the quotients clear of subnormals.
+            weight = torch.where(weight.abs() < 2**-10, 0, weight).to(parameter.device, parameter.dtype)
+            total = total + (parameter * weight).float().sum()
+        return total
+
+
+def expected_step(
+    optimizer: Any, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Parameter and state after one step of the rules, from clones of the local tensors."""
+    group = optimizer.param_groups[0]
+    beta1, beta2 = group["betas"]
+    hyper = rules.Hyper(
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        eps=group.get("eps", 0.0),
+        weight_decay=group["weight_decay"],
+    )
+    rule = rules.ADAM if "Adam" in type(optimizer).__name__ else rules.LION
+    names = ["state1", "state2"][: len(rule.signed)]
+    step = int(state["step"]) + 1
+    flat = [state[name].flatten() for name in names]
+    p, g = parameter.flatten(), gradient.flatten()
+    result = {"step": torch.tensor(float(step))}
+    if "absmax1" in state:
+        scales = tuple(state[name.replace("state", "absmax")] for name in names)
+        new, codes, absmax = rules.step8(rule, hyper, step, g, p, tuple(flat), scales)
+        result.update({name: value.view(parameter.shape) for name, value in zip(names, codes)})
+        result.update({name.replace("state", "absmax"): value for name, value in zip(names, absmax)})
+    else:
+        new, values = rules.step32(rule, hyper, step, g, p, tuple(flat))
+        result.update({name: value.view(parameter.shape) for name, value in zip(names, values)})
+    return {**result, "parameter": new.view(parameter.shape)}
+
+
+def different(actual: Tensor, expected: Tensor) -> int:
+    """Elements whose bits differ, -1 if shape or dtype do."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return -1
+    as_bytes = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (actual, expected)]
+    return int((as_bytes[0] != as_bytes[1]).sum())
+
+
+def check_case(world: int, dtype_name: str, optimizer_name: str) -> dict[str, Any]:
+    """Train for some steps; mismatches by place, and what other world sizes must reproduce."""
+    model = Weighted(world, DTYPES[dtype_name]).to(ranks.device())
+    fully_shard(model)
+    optimizer = getattr(bnb_fsdp, optimizer_name)(model.parameters(), **OPTIMIZERS[optimizer_name])
+    mismatches: list[str] = []
+    checked = 0
+    previous: list[dict[str, Tensor]] = []
+    for step in range(STEPS):
+        model(step).backward()
+        parameters = list(model.parameters())
+        before = [
+            (p.to_local().detach().to("cpu", copy=True), p.grad.to_local().to("cpu", copy=True))
+            for p in parameters
+        ]
+        optimizer.step()
+        for index, p in enumerate(parameters):
+            assert isinstance(p, DTensor)
+            state = optimizer.state[p]
+            if step == 0:
+                bits = 8 if p.numel() >= 4096 and "8bit" in optimizer_name else 32
+                names = [n for n in state if n.startswith("state")]
+                start = {n: torch.zeros_like(state[n], device="cpu") for n in names}
+                if bits == 8:
+                    count = -(-before[index][0].numel() // 256)
+                    start.update({n.replace("state", "absmax"): torch.zeros(count) for n in names})
+                previous.append({**start, "step": torch.zeros(())})
+            expected = expected_step(optimizer, *before[index], previous[index])
+            actual = {name: tensor.cpu() for name, tensor in (*state.items(), ("parameter", p.to_local()))}
+            if set(actual) != set(expected):
+                mismatches.append(
+                    f"step {step} shape {tuple(p.shape)}: keys {sorted(actual)} != {sorted(expected)}"
+                )
+            for name in set(actual) & set(expected):
+                count = different(actual[name], expected[name])
+                checked += 1
+                if count:
+                    mismatches.append(
+                        f"step {step} shape {tuple(p.shape)} {name}: {count} of {expected[name].numel()}"
+                    )
+            previous[index] = {name: value for name, value in expected.items() if name != "parameter"}
+        optimizer.zero_grad()
+    kinds = {tuple(p.shape): optimizer.state[p]["state1"].dtype for p in model.parameters()}
+    local = [p.to_local().numel() for p in model.parameters()]
+    aligned = {}
+    for p in model.parameters():
+        if tuple(p.shape) in ALIGNED_SHAPES:
+            mesh, placements = p.device_mesh, p.placements
+            state1 = DTensor.from_local(
+                optimizer.state[p]["state1"],
+                mesh,
+                placements,
+                shape=p.shape,
+                stride=p.stride(),
+                run_check=False,
+            )
+            aligned[tuple(p.shape)] = (p.full_tensor().detach().cpu(), state1.full_tensor().cpu())
+    return {"mismatches": mismatches, "checked": checked, "kinds": kinds, "aligned": aligned, "local": local}
+
+
+def check_all(world: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """Every dtype and optimizer, on this rank."""
+    assert dist.get_world_size() == world
+    return {(d, o): check_case(world, d, o) for d in DTYPES for o in OPTIMIZERS}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[int, list[Any]]:
+    return {world: ranks.run(world, check_all, world) for world in WORLDS}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"world{world}")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_shard_equals_plain_local_tensor_bit_for_bit(
+    results: dict[int, list[Any]], world: int, dtype: str, optimizer: str
+) -> None:
+    for rank, result in enumerate(results[world]):
+        case = result[(dtype, optimizer)]
+        assert case["mismatches"] == [], f"rank {rank}"
+        assert case["checked"] >= STEPS * len(shapes(world)) * 3
+
+
+def test_shards_meet_the_boundaries_they_are_meant_to(results: dict[int, list[Any]]) -> None:
+    for world in WORLDS:
+        sizes = {n for result in results[world] for n in result[("float32", "AdamW8bit")]["local"]}
+        assert {255, 256, 257, 4095, 4096, 4097} <= sizes
+    assert any(0 in result[("float32", "AdamW8bit")]["local"] for result in results[4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bit_width_is_that_of_the_global_parameter_on_every_rank(
+    results: dict[int, list[Any]], dtype: str, optimizer: str
+) -> None:
+    for world in WORLDS:
+        for result in results[world]:
+            for shape, kind in result[(dtype, optimizer)]["kinds"].items():
+                eight = optimizer.endswith("8bit") and torch.Size(shape).numel() >= 4096
+                assert kind == (torch.uint8 if eight else torch.float32), (world, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parameters_and_codes_of_aligned_rows_are_equal_at_every_world_size(
+    results: dict[int, list[Any]], dtype: str, optimizer: str
+) -> None:
+    reference = results[1][0][(dtype, optimizer)]["aligned"]
+    assert set(reference) == set(ALIGNED_SHAPES)
+    for world in WORLDS[1:]:
+        for shape, tensors in results[world][0][(dtype, optimizer)]["aligned"].items():
+            for expected, actual in zip(reference[shape], tensors):
+                assert different(actual, expected) == 0, (world, shape)
