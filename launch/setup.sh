@@ -49,16 +49,28 @@ make_environment() {
     die "python3 -m venv failed; on Debian and Ubuntu it is in the package python3-venv."
 }
 
+# The python of a Linux distribution that pip must not change (PEP 668), and that is no virtual environment.
+is_managed_by_the_system='
+import os, sys, sysconfig
+marker = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
+sys.exit(sys.prefix != sys.base_prefix or not os.path.exists(marker))
+'
+
 # The active environment if it has torch, which nobody wants to download twice; else .venv.
 choose_environment() {
   local candidate version
   for candidate in python python3; do
     version="$("$candidate" -c 'import torch; print(torch.__version__)' 2>/dev/null)" || continue
     python="$("$candidate" -c 'import sys; print(sys.executable)')"
+    if "$python" -c "$is_managed_by_the_system"; then
+      continue
+    fi
     check_python_version "$python"
     "$python" -c 'import sys, torch; sys.exit(torch.__version__ < (2, 11))' ||
       die "the active environment ($python) has torch $version, but bnb_fsdp needs 2.11 or newer." \
         "Upgrade it, or deactivate the environment: then .venv is made with the version in launch/constraints.txt."
+    "$python" -m pip --version >/dev/null 2>&1 ||
+      die "the active environment ($python) has no pip; add it with: $python -m ensurepip"
     say "using the active environment: $python, torch $version"
     return
   done

@@ -19,14 +19,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 DEFAULT_TIMEOUT = 300.0
 
 
 def device() -> Any:
     """This rank's device: its GPU if the group runs on GPUs, else the CPU."""
-    import torch
-    import torch.distributed as dist
-
     return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
@@ -50,6 +50,8 @@ def run(
             "LOCAL_WORLD_SIZE": str(world_size),
             "PYTHONFAULTHANDLER": "1",
         }
+        if torch.cuda.device_count() < world_size:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # or fully_shard would take the GPUs that there are
         logs = [stack.enter_context((directory / f"out{rank}").open("w+")) for rank in range(world_size)]
         processes = [
             subprocess.Popen(
@@ -104,9 +106,6 @@ def _main() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["rank_module"] = module
     spec.loader.exec_module(module)
-    import torch
-    import torch.distributed as dist
-
     on_gpus = torch.cuda.device_count() >= world_size
     if on_gpus:
         torch.cuda.set_device(rank)
