@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
     for decade in range(7):
         points = _linspace((2**decade if signed else 2 ** (decade + 1)) + 1)
         scale = _round(10.0 ** (decade - 6))
-        for low, high in zip(points, points[1:]):
+        for low, high in pairwise(points):
             value = _round(scale * _round(_round(low + high) / 2))
             values += [value, -value] if signed else [value]
     return tuple(sorted(values))

@@ -12,11 +12,12 @@ scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 trap 'echo; echo "interrupted" >&2; exit 130' INT
 
-# The default list of GPU architectures is for wheels that travel, and takes minutes to compile.
+# The default list of GPU architectures is for wheels that travel, and takes minutes to compile. AUTO is said too, as
+# the build folder remembers an earlier OFF.
 if [ -z "${SKBUILD_CMAKE_DEFINE:-}" ]; then
   gpu="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u)" || gpu=""
   if [[ "$gpu" =~ ^[0-9]+$ ]]; then
-    export SKBUILD_CMAKE_DEFINE="BNB_FSDP_CUDA_ARCHITECTURES=$gpu"
+    export SKBUILD_CMAKE_DEFINE="BNB_FSDP_CUDA=AUTO;BNB_FSDP_CUDA_ARCHITECTURES=$gpu"
   elif [ -z "$gpu" ]; then
     export SKBUILD_CMAKE_DEFINE="${build_without_gpu:-BNB_FSDP_CUDA=OFF}"
   fi

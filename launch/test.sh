@@ -4,7 +4,7 @@
 #   bash launch/test.sh [pytest arguments]      SKIP_TRANSFORMERS4=1 leaves the second part out
 
 # Without a GPU the CUDA sources are compiled all the same if there is a compiler, so that mistakes in them show.
-build_without_gpu="BNB_FSDP_CUDA_ARCHITECTURES=90"
+build_without_gpu="BNB_FSDP_CUDA=AUTO;BNB_FSDP_CUDA_ARCHITECTURES=90"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 summary=()

@@ -235,6 +235,7 @@ def test_optimizers_in_several_threads_take_turns(monkeypatch: pytest.MonkeyPatc
 def test_a_forked_child_steps_with_threads_of_its_own() -> None:
     script = """
 import os, torch, bnb_fsdp
+torch.set_num_threads(1)  # torch's own team would hang in the child
 os.environ["BNB_FSDP_NUM_THREADS"] = "3"
 def train():
     p = torch.nn.Parameter(torch.zeros(300_000)); optimizer = bnb_fsdp.AdamW8bit([p])

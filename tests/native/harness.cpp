@@ -1,9 +1,7 @@
 // Compares one instruction set with plain code, bit for bit, without Python: it also runs under an emulator.
 //
-// Built by tests/test_native_kernels.py with BNB_FSDP_ISA, BNB_FSDP_LANES_* and the instruction set's flags, and
-// linked with kernels.cpp as `generic`. Prints what it compared; exit status 1 on the first difference.
-#include "../../bnb_fsdp/csrc/cpu/kernels.cpp"
-
+// Built by tests/test_native_kernels.py with BNB_FSDP_ISA, BNB_FSDP_LANES_* and the instruction set's flags,
+// and linked with kernels.cpp as `generic`. Prints what it compared; exit status 1 on the first difference.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "../../bnb_fsdp/csrc/cpu/flush.h"
+#include "../../bnb_fsdp/csrc/cpu/kernels.cpp"
 
 using namespace bnb_fsdp;
 
@@ -23,6 +22,12 @@ uint32_t bits(float x) {
   uint32_t b;
   memcpy(&b, &x, 4);
   return b;
+}
+
+template <bool Signed>
+void encode(const Codebook& book, const float* values, uint8_t* codes) {
+  for (int i = 0; i < kBlock; i += BNB_FSDP_ISA::kGroup)
+    BNB_FSDP_ISA::encode_group<Signed>(book, values + i, BNB_FSDP_ISA::Lane(1.0f), codes + i);
 }
 
 // Every float32 from below the smallest code to above 1 (each sign where the map has one), `stride` apart.
@@ -38,13 +43,14 @@ void check_encoding(uint32_t stride) {
         }
         const Codebook& book = codebook(is_signed);
         if (is_signed)
-          BNB_FSDP_ISA::encode_block<true>(book, values, 1.0f, codes);
+          encode<true>(book, values, codes);
         else
-          BNB_FSDP_ISA::encode_block<false>(book, values, 1.0f, codes);
+          encode<false>(book, values, codes);
         for (int i = 0; i < kBlock; ++i, ++compared) {
           const uint8_t expected = quantize_one(book, is_signed, values[i], 1.0f);
           if (codes[i] == expected) continue;
-          printf("encode signed=%d value=%08x: code %d, expected %d\n", is_signed, bits(values[i]), codes[i], expected);
+          printf("encode signed=%d value=%08x: code %d, expected %d\n", is_signed, bits(values[i]), codes[i],
+                 expected);
           exit(1);
         }
       }
@@ -75,8 +81,8 @@ Data make(std::mt19937& random, int bit_width, int parameter_dtype, int gradient
       if (dtype == BNB_FSDP_FLOAT32)
         memcpy(out.data() + 4 * i, &x, 4);
       else {
-        const uint16_t h = dtype == BNB_FSDP_BFLOAT16 ? BNB_FSDP_ISA::float_to_bfloat16(x)
-                                                      : BNB_FSDP_ISA::float_to_float16(x);
+        const uint16_t h =
+            dtype == BNB_FSDP_BFLOAT16 ? BNB_FSDP_ISA::float_to_bfloat16(x) : BNB_FSDP_ISA::float_to_float16(x);
         memcpy(out.data() + 2 * i, &h, 2);
       }
     }
@@ -90,7 +96,8 @@ Data make(std::mt19937& random, int bit_width, int parameter_dtype, int gradient
     }
     d.states[s].resize(kNumel);
     for (char& code : d.states[s]) code = static_cast<char>(random());
-    for (int64_t b = 0; b * kBlock < kNumel; ++b) d.absmax[s].push_back(fabsf(normal(random)) * powf(10.0f, exponent(random)));
+    for (int64_t b = 0; b * kBlock < kNumel; ++b)
+      d.absmax[s].push_back(fabsf(normal(random)) * powf(10.0f, exponent(random)));
     if (wild) d.absmax[s][1] = 0.0f, d.absmax[s][2] = INFINITY;
   }
   if (wild && gradient_dtype == BNB_FSDP_FLOAT32) memset(d.gradient.data() + 4 * kBlock, 0, 4 * kBlock);
@@ -109,13 +116,15 @@ void run(const Kernel& kernel, Data& d, int gradient_dtype) {
 }
 
 bool both_nan(uint32_t a, uint32_t b, int dtype) {
-  const uint32_t limit = dtype == BNB_FSDP_FLOAT32 ? 0x7f800000u : dtype == BNB_FSDP_BFLOAT16 ? 0x7f80u : 0x7c00u;
+  const uint32_t limit = dtype == BNB_FSDP_FLOAT32    ? 0x7f800000u
+                         : dtype == BNB_FSDP_BFLOAT16 ? 0x7f80u
+                                                      : 0x7c00u;
   const uint32_t mask = dtype == BNB_FSDP_FLOAT32 ? 0x7fffffffu : 0x7fffu;
   return (a & mask) > limit && (b & mask) > limit;
 }
 
-void compare(const char* what, const char* rule, int width, int pd, int gd, const void* a, const void* b, int64_t n,
-             int dtype) {
+void compare(const char* what, const char* rule, int width, int pd, int gd, const void* a, const void* b,
+             int64_t n, int dtype) {
   const int size = dtype == BNB_FSDP_FLOAT32 ? 4 : dtype < 0 ? 1 : 2;
   for (int64_t i = 0; i < n; ++i, ++compared) {
     uint32_t x = 0, y = 0;

@@ -27,7 +27,7 @@ namespace BNB_FSDP_ISA {
 namespace {
 
 // Bits of the block's largest magnitude at which the fast quantiser does not apply: zero, infinity and NaN.
-bool is_ordinary(int32_t largest) { return largest != 0 && largest < 0x7f800000; }
+bool is_ordinary(uint32_t largest) { return largest != 0 && largest < 0x7f800000u; }
 
 // The largest magnitude with NaN left out; -FLT_MAX if there is nothing else, as upstream.
 float plain_absmax(const float* values) {
@@ -40,7 +40,7 @@ float plain_absmax(const float* values) {
 }
 
 template <bool Signed>
-void quantize_block(const float* values, int32_t largest, uint8_t* codes, float* absmax) {
+void quantize_block(const float* values, uint32_t largest, uint8_t* codes, float* absmax) {
   const Codebook& book = codebook(Signed);
   if (!is_ordinary(largest)) {
     *absmax = plain_absmax(values);
@@ -48,8 +48,9 @@ void quantize_block(const float* values, int32_t largest, uint8_t* codes, float*
     for (int i = 0; i < kBlock; ++i) codes[i] = quantize_one(book, Signed, values[i], inverse);
     return;
   }
-  *absmax = from_bits(static_cast<uint32_t>(largest));
-  encode_block<Signed>(book, values, 1.0f / *absmax, codes);
+  *absmax = from_bits(largest);
+  const Lane inverse(1.0f / *absmax);
+  for (int i = 0; i < kBlock; i += kGroup) encode_group<Signed>(book, values + i, inverse, codes + i);
 }
 
 template <class G>
@@ -83,49 +84,58 @@ BNB_FSDP_HD void prefetch(const T* address, int i) {
 template <class Rule>
 struct Updated {
   alignas(64) float values[Rule::states][kBlock];
-  int32_t largest[Rule::states];  // bits of the largest magnitudes
+  uint32_t largest[Rule::states];  // bits of the largest magnitudes
   uint8_t* codes[Rule::states];
   float* absmax[Rule::states];
 };
 
-// Decodes states, updates them and the parameters. `block` says where the states are, and takes their new
-// values.
-template <class Rule, class P>
-void update_block(const typename Rule::Scalars& k, const float* g, typename Memory<P>::type* p,
-                  Updated<Rule>& block) {
-  Bits largest_bits[Rule::states];
-  for (int s = 0; s < Rule::states; ++s) {
-    largest_bits[s] = no_bits();
-    if (Rule::is_signed(s))
-      decode_block<true>(codebook(true), block.codes[s], *block.absmax[s], block.values[s]);
-    else
-      decode_block<false>(codebook(false), block.codes[s], *block.absmax[s], block.values[s]);
-  }
-  for (int i = 0; i < kBlock; i += Lane::width) {
-    prefetch(p, i);
-    prefetch(g, i);
-    for (int s = 0; s < Rule::states; ++s) prefetch(block.codes[s], i);
-    Lane state[Rule::states];
-    for (int s = 0; s < Rule::states; ++s) state[s] = Memory<Float32>::load(block.values[s] + i);
-    Lane parameter = Memory<P>::load(p + i);
-    Rule::template update8<P>(k, Memory<Float32>::load(g + i), parameter, state);
-    Memory<P>::store(p + i, parameter);
-    for (int s = 0; s < Rule::states; ++s) {
-      Memory<Float32>::store(block.values[s] + i, state[s]);
-      largest_bits[s] = max_magnitude(largest_bits[s], state[s]);
-    }
-  }
-  for (int s = 0; s < Rule::states; ++s) block.largest[s] = largest(largest_bits[s]);
-}
-
 template <class Rule>
-void encode_states(const Updated<Rule>& block) {
+void encode_block(const Updated<Rule>& block) {
   for (int s = 0; s < Rule::states; ++s) {
     if (Rule::is_signed(s))
       quantize_block<true>(block.values[s], block.largest[s], block.codes[s], block.absmax[s]);
     else
       quantize_block<false>(block.values[s], block.largest[s], block.codes[s], block.absmax[s]);
   }
+}
+
+// Updates states and parameters of one block; `block` says where the states are, and takes their new values.
+template <class Rule, class P>
+void update_block(const typename Rule::Scalars& k, const float* g, typename Memory<P>::type* p,
+                  Updated<Rule>& block) {
+  constexpr int lanes = kGroup / Lane::width;
+  Bits largest_bits[Rule::states];
+  Lane scale[Rule::states];
+  for (int s = 0; s < Rule::states; ++s) {
+    largest_bits[s] = no_bits();
+    scale[s] = Lane(*block.absmax[s]);
+  }
+  for (int i = 0; i < kBlock; i += kGroup) {
+    Lane states[Rule::states][lanes];
+    for (int s = 0; s < Rule::states; ++s) {
+      prefetch(block.codes[s], i);
+      if (Rule::is_signed(s))
+        decode_group<true>(codebook(true), block.codes[s] + i, scale[s], states[s]);
+      else
+        decode_group<false>(codebook(false), block.codes[s] + i, scale[s], states[s]);
+    }
+    for (int lane = 0; lane < lanes; ++lane) {
+      const int at = i + lane * Lane::width;
+      prefetch(p, at);
+      prefetch(g, at);
+      Lane state[Rule::states];
+      for (int s = 0; s < Rule::states; ++s) state[s] = states[s][lane];
+      Lane parameter = Memory<P>::load(p + at);
+      Rule::template update8<P>(k, Memory<Float32>::load(g + at), parameter, state);
+      Memory<P>::store(p + at, parameter);
+      for (int s = 0; s < Rule::states; ++s) {
+        Memory<Float32>::store(block.values[s] + at, state[s]);
+        largest_bits[s] = Rule::is_signed(s) ? max_magnitude<true>(largest_bits[s], state[s])
+                                             : max_magnitude<false>(largest_bits[s], state[s]);
+      }
+    }
+  }
+  for (int s = 0; s < Rule::states; ++s) block.largest[s] = largest(largest_bits[s]);
 }
 
 // The last, partial block goes through padded copies. Upstream's padding lanes hold code 128 (signed) or 0 and
@@ -147,7 +157,7 @@ void tail8(const typename Rule::Scalars& k, const void* gradient, int64_t begin,
     block.codes[s] = code_copies[s];
   }
   update_block<Rule, P>(k, gradients(g_raw, 0, gradient_dtype, buffer), p_copy, block);
-  encode_states(block);
+  encode_block(block);
   memcpy(p, p_copy, n * sizeof *p);
   for (int s = 0; s < Rule::states; ++s) memcpy(codes[s], code_copies[s], n);
 }
@@ -157,11 +167,8 @@ void run8(const Range& range, int gradient_dtype) {
   typename Rule::Scalars k;
   memcpy(&k, range.scalars->bytes, sizeof k);
   const bnb_fsdp_tensor& t = *range.tensor;
-  // A block is encoded after the next one's update, so that neither waits for the other's last results.
-  Updated<Rule> blocks[2];
-  Updated<Rule>* previous = nullptr;
+  Updated<Rule> block;
   for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
-    Updated<Rule>& block = blocks[begin / kBlock % 2];
     auto* p = static_cast<typename Memory<P>::type*>(t.parameter) + begin;
     for (int s = 0; s < Rule::states; ++s) {
       block.codes[s] = static_cast<uint8_t*>(t.state[s]) + begin;
@@ -173,10 +180,8 @@ void run8(const Range& range, int gradient_dtype) {
     }
     alignas(64) float buffer[kBlock];
     update_block<Rule, P>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, block);
-    if (previous != nullptr) encode_states(*previous);
-    previous = &block;
+    encode_block(block);
   }
-  if (previous != nullptr) encode_states(*previous);
 }
 
 template <class Rule, class P>
@@ -255,10 +260,9 @@ bool supported() {
   if (!__builtin_cpu_supports("avx512vbmi")) return false;
 #endif
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #elif defined(BNB_FSDP_LANES_AVX2)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #else
   return true;
 #endif

@@ -15,6 +15,8 @@ struct Lane {
   BNB_FSDP_HD explicit Lane(__m256 x) : v(x) {}
   BNB_FSDP_HD explicit Lane(float x) : v(_mm256_set1_ps(x)) {}
 };
+// Elements that are decoded, updated and encoded together.
+constexpr int kGroup = 8;
 using Bits = __m256i;
 
 BNB_FSDP_HD __m256i magnitude_bits(__m256 v) {
@@ -88,44 +90,42 @@ struct Memory<Float16> {
 };
 
 BNB_FSDP_HD Bits no_bits() { return _mm256_setzero_si256(); }
-BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) { return _mm256_max_epi32(m, magnitude_bits(a.v)); }
-BNB_FSDP_HD int32_t largest(Bits m) {
-  __m128i x = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
-  x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-  x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1));
-  return _mm_cvtsi128_si32(x);
+// As unsigned integers, so that a NaN of either sign counts as larger than everything.
+template <bool Signed>
+BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) {
+  return _mm256_max_epu32(m, Signed ? magnitude_bits(a.v) : _mm256_castps_si256(a.v));
+}
+BNB_FSDP_HD uint32_t largest(Bits m) {
+  __m128i x = _mm_max_epu32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+  x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4e));
+  x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(x));
 }
 
-// One block of codes, times their scale.
+// One group of codes, times their scale.
 template <bool Signed>
-BNB_FSDP_HD void decode_block(const Codebook& book, const uint8_t* codes, float scale, float* values) {
-  const __m256 factor = _mm256_set1_ps(scale);
-  for (int i = 0; i < kBlock; i += 8) {
-    const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
-    _mm256_storeu_ps(values + i, _mm256_mul_ps(_mm256_i32gather_ps(book.values, index, 4), factor));
-  }
+BNB_FSDP_HD void decode_group(const Codebook& book, const uint8_t* codes, Lane scale, Lane (&out)[1]) {
+  const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+  out[0] = Lane(_mm256_mul_ps(_mm256_i32gather_ps(book.values, index, 4), scale.v));
 }
 
-// Codes of one block of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+// Codes of one group of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
 template <bool Signed>
-BNB_FSDP_HD void encode_block(const Codebook& book, const float* values, float inverse, uint8_t* codes) {
+BNB_FSDP_HD void encode_group(const Codebook& book, const float* values, Lane inverse, uint8_t* codes) {
   const int* buckets = reinterpret_cast<const int*>(book.buckets) - (kLowBits >> 16);
-  const __m256 factor = _mm256_set1_ps(inverse);
-  for (int i = 0; i < kBlock; i += 8) {
-    const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(values + i), factor);
-    __m256i b = Signed ? magnitude_bits(x) : _mm256_castps_si256(x);
-    b = _mm256_min_epi32(_mm256_max_epi32(b, _mm256_set1_epi32(kLowBits)), _mm256_set1_epi32(kHighBits));
-    const __m256i entry = _mm256_i32gather_epi32(buckets, _mm256_srli_epi32(b, 16), 4);
-    __m256i code = _mm256_srli_epi32(_mm256_add_epi32(entry, b), 16);
-    if (Signed) {
-      const __m256i top = _mm256_set1_epi32(254);
-      __m256i mirrored = _mm256_sub_epi32(top, _mm256_min_epi32(code, top));
-      mirrored = _mm256_min_epi32(mirrored, _mm256_set1_epi32(126));
-      code = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(code), _mm256_castsi256_ps(mirrored), x));
-    }
-    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(codes + i), _mm_packus_epi16(words, words));
+  const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(values), inverse.v);
+  __m256i b = Signed ? magnitude_bits(x) : _mm256_castps_si256(x);
+  b = _mm256_min_epi32(_mm256_max_epi32(b, _mm256_set1_epi32(kLowBits)), _mm256_set1_epi32(kHighBits));
+  const __m256i entry = _mm256_i32gather_epi32(buckets, _mm256_srli_epi32(b, 16), 4);
+  __m256i code = _mm256_srli_epi32(_mm256_add_epi32(entry, b), 16);
+  if (Signed) {
+    const __m256i top = _mm256_set1_epi32(254);
+    __m256i mirrored = _mm256_sub_epi32(top, _mm256_min_epi32(code, top));
+    mirrored = _mm256_min_epi32(mirrored, _mm256_set1_epi32(126));
+    code = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(code), _mm256_castsi256_ps(mirrored), x));
   }
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(words, words));
 }
 
 }  // namespace BNB_FSDP_ISA

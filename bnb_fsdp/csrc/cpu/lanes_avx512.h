@@ -15,6 +15,8 @@ struct Lane {
   BNB_FSDP_HD explicit Lane(__m512 x) : v(x) {}
   BNB_FSDP_HD explicit Lane(float x) : v(_mm512_set1_ps(x)) {}
 };
+// Elements that are decoded, updated and encoded together.
+constexpr int kGroup = 64;
 using Bits = __m512i;
 
 BNB_FSDP_HD __m512i magnitude_bits(__m512 v) {
@@ -85,104 +87,99 @@ struct Memory<Float16> {
 };
 
 BNB_FSDP_HD Bits no_bits() { return _mm512_setzero_si512(); }
-BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) { return _mm512_max_epi32(m, magnitude_bits(a.v)); }
-BNB_FSDP_HD int32_t largest(Bits m) { return _mm512_reduce_max_epi32(m); }
+// As unsigned integers, so that a NaN of either sign counts as larger than everything.
+template <bool Signed>
+BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) {
+  return _mm512_max_epu32(m, Signed ? magnitude_bits(a.v) : _mm512_castps_si512(a.v));
+}
+BNB_FSDP_HD uint32_t largest(Bits m) { return _mm512_reduce_max_epu32(m); }
 
 // The transpose of 4 x 4 groups of 32 bits: unpacking and packing work within 128-bit lanes.
 BNB_FSDP_HD __m512i group_order() {
   return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
 }
 
+// One group of codes, times their scale.
+template <bool Signed>
+BNB_FSDP_HD void decode_group(const Codebook& book, const uint8_t* codes, Lane scale, Lane (&out)[4]) {
 #if defined(BNB_FSDP_VBMI)
-// One block of codes, times their scale. Each byte of the float32 values is looked up 64 codes at a time.
-template <bool Signed>
-BNB_FSDP_HD void decode_block(const Codebook& book, const uint8_t* codes, float scale, float* values) {
-  const __m512 factor = _mm512_set1_ps(scale);
-  for (int i = 0; i < kBlock; i += 64) {
-    const __m512i index = _mm512_permutexvar_epi32(group_order(), _mm512_loadu_si512(codes + i));
-    const __mmask64 upper = _mm512_movepi8_mask(index);
-    __m512i bytes[4];
-    for (int plane = 0; plane < 4; ++plane) {
-      const uint8_t* table = book.planes[plane];
-      const __m512i low =
-          _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
-      const __m512i high =
-          _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), index, _mm512_load_si512(table + 192));
-      bytes[plane] = _mm512_mask_mov_epi8(low, upper, high);
-    }
-    const __m512i words[4] = {
-        _mm512_unpacklo_epi8(bytes[0], bytes[1]), _mm512_unpacklo_epi8(bytes[2], bytes[3]),
-        _mm512_unpackhi_epi8(bytes[0], bytes[1]), _mm512_unpackhi_epi8(bytes[2], bytes[3])};
-    const __m512i floats[4] = {
-        _mm512_unpacklo_epi16(words[0], words[1]), _mm512_unpackhi_epi16(words[0], words[1]),
-        _mm512_unpacklo_epi16(words[2], words[3]), _mm512_unpackhi_epi16(words[2], words[3])};
-    for (int part = 0; part < 4; ++part)
-      _mm512_storeu_ps(values + i + 16 * part, _mm512_mul_ps(_mm512_castsi512_ps(floats[part]), factor));
+  // Each byte of the float32 values is looked up for 64 codes at a time, then the bytes are interleaved.
+  const __m512i index = _mm512_permutexvar_epi32(group_order(), _mm512_loadu_si512(codes));
+  const __mmask64 upper = _mm512_movepi8_mask(index);
+  __m512i bytes[4];
+  for (int plane = 0; plane < 4; ++plane) {
+    const uint8_t* table = book.planes[plane];
+    const __m512i low =
+        _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
+    const __m512i high =
+        _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), index, _mm512_load_si512(table + 192));
+    bytes[plane] = _mm512_mask_mov_epi8(low, upper, high);
   }
-}
+  const __m512i words[4] = {_mm512_unpacklo_epi8(bytes[0], bytes[1]), _mm512_unpacklo_epi8(bytes[2], bytes[3]),
+                            _mm512_unpackhi_epi8(bytes[0], bytes[1]), _mm512_unpackhi_epi8(bytes[2], bytes[3])};
+  const __m512i floats[4] = {
+      _mm512_unpacklo_epi16(words[0], words[1]), _mm512_unpackhi_epi16(words[0], words[1]),
+      _mm512_unpacklo_epi16(words[2], words[3]), _mm512_unpackhi_epi16(words[2], words[3])};
+  for (int part = 0; part < 4; ++part)
+    out[part] = Lane(_mm512_mul_ps(_mm512_castsi512_ps(floats[part]), scale.v));
 #else
-// One block of codes, times their scale.
-template <bool Signed>
-BNB_FSDP_HD void decode_block(const Codebook& book, const uint8_t* codes, float scale, float* values) {
-  const __m512 factor = _mm512_set1_ps(scale);
-  for (int i = 0; i < kBlock; i += 16) {
-    const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
-    _mm512_storeu_ps(values + i, _mm512_mul_ps(_mm512_i32gather_ps(index, book.values, 4), factor));
+  for (int part = 0; part < 4; ++part) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * part));
+    const __m512 values = _mm512_i32gather_ps(_mm512_cvtepu8_epi32(bytes), book.values, 4);
+    out[part] = Lane(_mm512_mul_ps(values, scale.v));
   }
-}
 #endif
+}
 
 // Codes of 16 magnitudes by the table of buckets, at any distance from a bound.
-BNB_FSDP_HD __m512i table_codes(const Codebook& book, __m512 magnitude) {
+BNB_FSDP_HD __m512i table_codes(const Codebook& book, __m512i magnitude) {
   const uint32_t* buckets = book.buckets - (kLowBits >> 16);
-  const __m512i b = _mm512_min_epi32(_mm512_castps_si512(magnitude), _mm512_set1_epi32(kHighBits));
+  const __m512i b = _mm512_min_epi32(magnitude, _mm512_set1_epi32(kHighBits));
   const __m512i entry = _mm512_i32gather_epi32(_mm512_srli_epi32(b, 16), buckets, 4);
   return _mm512_srli_epi32(_mm512_add_epi32(entry, b), 16);
 }
 
-// Codes of one block of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+// Codes of one group of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
 template <bool Signed>
-BNB_FSDP_HD void encode_block(const Codebook& book, const float* values, float inverse, uint8_t* codes) {
-  const __m512 factor = _mm512_set1_ps(inverse), sure = _mm512_set1_ps(0.5f - kUnsure);
+BNB_FSDP_HD void encode_group(const Codebook& book, const float* values, Lane inverse, uint8_t* codes) {
   const __m512i low = _mm512_set1_epi32(kLowBits), one = _mm512_set1_epi32(1);
-  const __m512i decades = _mm512_loadu_si512(book.binade_decade);
-  const __m512i more_decades = _mm512_loadu_si512(book.binade_decade + 16);
-  const __m512 bounds = _mm512_loadu_ps(book.binade_bound),
-               more_bounds = _mm512_loadu_ps(book.binade_bound + 16);
-  const __m512 slopes = _mm512_loadu_ps(book.slope), offsets = _mm512_loadu_ps(book.offset);
-  const __m512i tops = _mm512_loadu_si512(book.top);
-  for (int i = 0; i < kBlock; i += 64) {
-    __m512 magnitude[4], rest = _mm512_setzero_ps();
-    __m512i part_codes[4];
-    __mmask64 negative = 0;
-    for (int part = 0; part < 4; ++part) {
-      const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(values + i + 16 * part), factor);
-      if (Signed)
-        negative |= static_cast<__mmask64>(_mm512_movepi32_mask(_mm512_castps_si512(x))) << (16 * part);
-      const __m512i b = _mm512_max_epi32(Signed ? magnitude_bits(x) : _mm512_castps_si512(x), low);
-      magnitude[part] = _mm512_castsi512_ps(b);
-      const __m512i exponent = _mm512_srli_epi32(b, 23);
-      const __m512 bound = _mm512_permutex2var_ps(bounds, exponent, more_bounds);
-      const __m512i start = _mm512_permutex2var_epi32(decades, exponent, more_decades);
-      const __mmask16 next = _mm512_cmp_ps_mask(magnitude[part], bound, _CMP_GE_OQ);
-      const __m512i decade = _mm512_mask_add_epi32(start, next, start, one);
-      const __m512 position = _mm512_fmadd_ps(magnitude[part], _mm512_permutexvar_ps(decade, slopes),
-                                              _mm512_permutexvar_ps(decade, offsets));
-      part_codes[part] = _mm512_min_epi32(_mm512_cvtps_epi32(position), _mm512_permutexvar_epi32(decade, tops));
-      rest = _mm512_range_ps(rest, _mm512_reduce_ps(position, 0), 7);  // the larger magnitude
-    }
-    if (__builtin_expect(_mm512_cmp_ps_mask(_mm512_abs_ps(rest), sure, _CMP_GE_OQ) != 0, 0))
-      for (int part = 0; part < 4; ++part) part_codes[part] = table_codes(book, magnitude[part]);
-    // The packs work within 128-bit lanes; the last permutation brings the groups of four codes into order.
-    const __m512i packed = _mm512_packus_epi16(_mm512_packus_epi32(part_codes[0], part_codes[1]),
-                                               _mm512_packus_epi32(part_codes[2], part_codes[3]));
-    __m512i code = _mm512_permutexvar_epi32(group_order(), packed);
-    if (Signed) {
-      const __m512i mirrored = _mm512_subs_epu8(_mm512_set1_epi8(static_cast<char>(254)), code);
-      code = _mm512_mask_min_epu8(code, negative, mirrored, _mm512_set1_epi8(126));
-    }
-    _mm512_storeu_si512(codes + i, code);
+  const __m512i fraction = _mm512_set1_epi32(kFractionMask);
+  __m512i magnitude[4], part_codes[4];
+  __mmask16 negative[4], unsure = 0;
+  for (int part = 0; part < 4; ++part) {
+    const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(values + 16 * part), inverse.v);
+    if (Signed) negative[part] = _mm512_movepi32_mask(_mm512_castps_si512(x));
+    const __m512i b = _mm512_max_epi32(Signed ? magnitude_bits(x) : _mm512_castps_si512(x), low);
+    magnitude[part] = b;
+    const __m512i exponent = _mm512_srli_epi32(b, 23);
+    const __m512i bound = _mm512_permutex2var_epi32(_mm512_load_si512(book.binade_bound), exponent,
+                                                    _mm512_load_si512(book.binade_bound + 16));
+    const __m512i start = _mm512_permutex2var_epi32(_mm512_load_si512(book.binade_decade), exponent,
+                                                    _mm512_load_si512(book.binade_decade + 16));
+    const __m512i decade = _mm512_mask_add_epi32(start, _mm512_cmpge_epi32_mask(b, bound), start, one);
+    const __m512 position =
+        _mm512_fmadd_ps(_mm512_castsi512_ps(b), _mm512_permutexvar_ps(decade, _mm512_load_ps(book.slope)),
+                        _mm512_permutexvar_ps(decade, _mm512_load_ps(book.offset)));
+    const __m512i fixed = _mm512_min_epi32(_mm512_castps_si512(position),
+                                           _mm512_permutexvar_epi32(decade, _mm512_load_si512(book.top)));
+    part_codes[part] = _mm512_cvttps_epi32(_mm512_castsi512_ps(fixed));
+    unsure |= _mm512_testn_epi32_mask(fixed, fraction);
   }
+  if (__builtin_expect(unsure != 0, 0))
+    for (int part = 0; part < 4; ++part) part_codes[part] = table_codes(book, magnitude[part]);
+  // The packs work within 128-bit lanes; the permutation brings the groups of four codes into order.
+  const __m512i byte = _mm512_set1_epi16(255);
+  const __m512i packed =
+      _mm512_packus_epi16(_mm512_and_si512(_mm512_packus_epi32(part_codes[0], part_codes[1]), byte),
+                          _mm512_and_si512(_mm512_packus_epi32(part_codes[2], part_codes[3]), byte));
+  __m512i code = _mm512_permutexvar_epi32(group_order(), packed);
+  if (Signed) {
+    const __m512i mirrored = _mm512_subs_epu8(_mm512_set1_epi8(static_cast<char>(254)), code);
+    const __mmask64 all =
+        _mm512_kunpackd(_mm512_kunpackw(negative[3], negative[2]), _mm512_kunpackw(negative[1], negative[0]));
+    code = _mm512_mask_min_epu8(code, all, mirrored, _mm512_set1_epi8(126));
+  }
+  _mm512_storeu_si512(codes, code);
 }
 
 }  // namespace BNB_FSDP_ISA

@@ -14,7 +14,9 @@ struct Lane {
   Lane() = default;
   BNB_FSDP_HD explicit Lane(float x) : v(x) {}
 };
-using Bits = int32_t;  // one integer a lane
+// Elements that are decoded, updated and encoded together.
+constexpr int kGroup = 1;
+using Bits = uint32_t;  // one integer a lane
 
 BNB_FSDP_HD Lane fma(Lane a, Lane b, Lane c) { return Lane(fmaf(a.v, b.v, c.v)); }
 BNB_FSDP_HD Lane mul(Lane a, Lane b) { return Lane(a.v * b.v); }
@@ -54,29 +56,28 @@ struct Memory<Float16> {
 };
 
 BNB_FSDP_HD Bits no_bits() { return 0; }
+template <bool Signed>
 BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) {
-  return std::max(m, static_cast<int32_t>(to_bits(a.v) & 0x7fffffffu));
+  return std::max(m, Signed ? to_bits(a.v) & 0x7fffffffu : to_bits(a.v));
 }
-BNB_FSDP_HD int32_t largest(Bits m) { return m; }
+BNB_FSDP_HD uint32_t largest(Bits m) { return m; }
 
-// One block of codes, times their scale.
+// One group of codes, times their scale.
 template <bool Signed>
-BNB_FSDP_HD void decode_block(const Codebook& book, const uint8_t* codes, float scale, float* values) {
-  for (int i = 0; i < kBlock; ++i) values[i] = book.values[codes[i]] * scale;
+BNB_FSDP_HD void decode_group(const Codebook& book, const uint8_t* codes, Lane scale, Lane (&out)[1]) {
+  out[0] = Lane(book.values[*codes] * scale.v);
 }
 
-// Codes of one block of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+// Codes of one group of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
 template <bool Signed>
-BNB_FSDP_HD void encode_block(const Codebook& book, const float* values, float inverse, uint8_t* codes) {
+BNB_FSDP_HD void encode_group(const Codebook& book, const float* values, Lane inverse, uint8_t* codes) {
   const uint32_t* buckets = book.buckets - (kLowBits >> 16);
-  for (int i = 0; i < kBlock; ++i) {
-    const int32_t b = static_cast<int32_t>(to_bits(values[i] * inverse));
-    int32_t magnitude = Signed ? b & 0x7fffffff : b;
-    magnitude = std::min(std::max(magnitude, static_cast<int32_t>(kLowBits)), static_cast<int32_t>(kHighBits));
-    uint32_t code = (buckets[magnitude >> 16] + static_cast<uint32_t>(magnitude)) >> 16;
-    if (Signed && b < 0) code = std::min(254u - std::min(code, 254u), 126u);
-    codes[i] = static_cast<uint8_t>(code);
-  }
+  const int32_t b = static_cast<int32_t>(to_bits(*values * inverse.v));
+  int32_t magnitude = Signed ? b & 0x7fffffff : b;
+  magnitude = std::min(std::max(magnitude, static_cast<int32_t>(kLowBits)), static_cast<int32_t>(kHighBits));
+  uint32_t code = (buckets[magnitude >> 16] + static_cast<uint32_t>(magnitude)) >> 16;
+  if (Signed && b < 0) code = std::min(254u - std::min(code, 254u), 126u);
+  *codes = static_cast<uint8_t>(code);
 }
 
 }  // namespace BNB_FSDP_ISA

@@ -15,7 +15,9 @@ struct Lane {
   BNB_FSDP_HD explicit Lane(float32x4_t x) : v(x) {}
   BNB_FSDP_HD explicit Lane(float x) : v(vdupq_n_f32(x)) {}
 };
-using Bits = int32x4_t;
+// Elements that are decoded, updated and encoded together.
+constexpr int kGroup = 4;
+using Bits = uint32x4_t;
 
 BNB_FSDP_HD int32x4_t magnitude_bits(float32x4_t v) {
   return vandq_s32(vreinterpretq_s32_f32(v), vdupq_n_s32(0x7fffffff));
@@ -75,38 +77,38 @@ struct Memory<Float16> {
   static BNB_FSDP_HD void store(uint16_t* p, Lane a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a.v))); }
 };
 
-BNB_FSDP_HD Bits no_bits() { return vdupq_n_s32(0); }
-BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) { return vmaxq_s32(m, magnitude_bits(a.v)); }
-BNB_FSDP_HD int32_t largest(Bits m) { return vmaxvq_s32(m); }
-
-// One block of codes, times their scale.
+BNB_FSDP_HD Bits no_bits() { return vdupq_n_u32(0); }
+// As unsigned integers, so that a NaN of either sign counts as larger than everything.
 template <bool Signed>
-BNB_FSDP_HD void decode_block(const Codebook& book, const uint8_t* codes, float scale, float* values) {
-  for (int i = 0; i < kBlock; i += 4) {
-    const uint8_t* c = codes + i;
-    const float x[4] = {book.values[c[0]], book.values[c[1]], book.values[c[2]], book.values[c[3]]};
-    vst1q_f32(values + i, vmulq_n_f32(vld1q_f32(x), scale));
-  }
+BNB_FSDP_HD Bits max_magnitude(Bits m, Lane a) {
+  return vmaxq_u32(m, Signed ? vreinterpretq_u32_s32(magnitude_bits(a.v)) : vreinterpretq_u32_f32(a.v));
+}
+BNB_FSDP_HD uint32_t largest(Bits m) { return vmaxvq_u32(m); }
+
+// One group of codes, times their scale.
+template <bool Signed>
+BNB_FSDP_HD void decode_group(const Codebook& book, const uint8_t* codes, Lane scale, Lane (&out)[1]) {
+  const float x[4] = {book.values[codes[0]], book.values[codes[1]], book.values[codes[2]],
+                      book.values[codes[3]]};
+  out[0] = Lane(vmulq_f32(vld1q_f32(x), scale.v));
 }
 
-// Codes of one block of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+// Codes of one group of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
 template <bool Signed>
-BNB_FSDP_HD void encode_block(const Codebook& book, const float* values, float inverse, uint8_t* codes) {
+BNB_FSDP_HD void encode_group(const Codebook& book, const float* values, Lane inverse, uint8_t* codes) {
   const uint32_t* buckets = book.buckets - (kLowBits >> 16);
-  for (int i = 0; i < kBlock; i += 4) {
-    const float32x4_t x = vmulq_n_f32(vld1q_f32(values + i), inverse);
-    int32x4_t b = Signed ? magnitude_bits(x) : vreinterpretq_s32_f32(x);
-    b = vminq_s32(vmaxq_s32(b, vdupq_n_s32(kLowBits)), vdupq_n_s32(kHighBits));
-    uint32_t code[4];
-    vst1q_u32(code, vreinterpretq_u32_s32(b));
-    for (int lane = 0; lane < 4; ++lane) code[lane] = (buckets[code[lane] >> 16] + code[lane]) >> 16;
-    if (Signed) {
-      const uint32x4_t c = vld1q_u32(code), top = vdupq_n_u32(254);
-      const uint32x4_t mirrored = vminq_u32(vsubq_u32(top, vminq_u32(c, top)), vdupq_n_u32(126));
-      vst1q_u32(code, vbslq_u32(vcltq_s32(vreinterpretq_s32_f32(x), vdupq_n_s32(0)), mirrored, c));
-    }
-    for (int lane = 0; lane < 4; ++lane) codes[i + lane] = static_cast<uint8_t>(code[lane]);
+  const float32x4_t x = vmulq_f32(vld1q_f32(values), inverse.v);
+  int32x4_t b = Signed ? magnitude_bits(x) : vreinterpretq_s32_f32(x);
+  b = vminq_s32(vmaxq_s32(b, vdupq_n_s32(kLowBits)), vdupq_n_s32(kHighBits));
+  uint32_t code[4];
+  vst1q_u32(code, vreinterpretq_u32_s32(b));
+  for (int lane = 0; lane < 4; ++lane) code[lane] = (buckets[code[lane] >> 16] + code[lane]) >> 16;
+  if (Signed) {
+    const uint32x4_t c = vld1q_u32(code), top = vdupq_n_u32(254);
+    const uint32x4_t mirrored = vminq_u32(vsubq_u32(top, vminq_u32(c, top)), vdupq_n_u32(126));
+    vst1q_u32(code, vbslq_u32(vcltq_s32(vreinterpretq_s32_f32(x), vdupq_n_s32(0)), mirrored, c));
   }
+  for (int lane = 0; lane < 4; ++lane) codes[lane] = static_cast<uint8_t>(code[lane]);
 }
 
 }  // namespace BNB_FSDP_ISA

@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -70,9 +71,24 @@ Pool* pool = nullptr;
 
 void forget_pool() { pool = nullptr; }
 
+// torch's OpenMP team, if torch is in this process and built with GCC's runtime: its threads are awake after
+// the backward pass, and for a while they spin, taking turns with any other thread of ours.
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+GompParallel openmp_team() {
+  static const GompParallel found = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  static const pid_t home = getpid();
+  return getpid() == home ? found : nullptr;  // the team does not survive a fork
+}
+
 }  // namespace
 
 void run_parallel(int threads, const std::function<void()>& job) {
+  if (const GompParallel team = openmp_team()) {
+    const auto call = [](void* data) { (*static_cast<const std::function<void()>*>(data))(); };
+    team(call, const_cast<std::function<void()>*>(&job), static_cast<unsigned>(threads), 0);
+    return;
+  }
   static std::mutex creation;
   static const int registered = pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
                                                [] {

@@ -49,39 +49,32 @@ uint32_t magnitude_code(const Codebook& book, float magnitude) {
   return (book.buckets[(b >> 16) - (kLowBits >> 16)] + b) >> 16;
 }
 
-float from_bits(uint32_t b) {
-  float x;
-  memcpy(&x, &b, sizeof x);
-  return x;
-}
-
 void fill_decades(bool is_signed, Codebook& book) {
-  // starts[d]: smallest float32 whose code belongs to decade d.
-  float starts[9];
-  starts[0] = from_bits(kLowBits);
-  for (int d = 0; d <= 8; ++d) {
-    if (d == 0 || d == 8) {
-      book.slope[d] = 0.0f;
-      book.top[d] = d == 0 ? book.first : 255;
-      book.offset[d] = static_cast<float>(book.top[d]);
-    } else {
+  const float one =
+      static_cast<float>(1 << (23 - kFractionBits));  // the last mantissa bit is 2^-kFractionBits here
+  // starts[d]: bits of the smallest float32 whose code belongs to decade d.
+  uint32_t starts[9] = {kLowBits};
+  for (int d = 0; d < 16; ++d) {
+    int top = d == 0 ? book.first : 255;
+    book.slope[d] = 0.0f;
+    book.offset[d] = one + static_cast<float>(top) + 0.5f;
+    if (d >= 1 && d <= 7) {
       const int cells = is_signed ? 1 << (d - 1) : 1 << d;
       const int base = is_signed ? 127 + cells : cells - 1;  // code of the decade's first value
-      const double slope = cells * pow(10.0, 7 - d) / 0.9;
-      book.slope[d] = static_cast<float>(slope);
-      book.offset[d] = static_cast<float>(base - cells * 0.1 / 0.9 - 0.5);
-      book.top[d] = base + cells - 1;
+      book.slope[d] = static_cast<float>(cells * pow(10.0, 7 - d) / 0.9);
+      book.offset[d] = static_cast<float>(one + base - cells * 0.1 / 0.9);
+      top = base + cells - 1;
     }
-    if (d > 0) starts[d] = from_bits(bound_after(book, book.top[d - 1]));
+    book.top[d] = static_cast<int32_t>(bits_of(one + static_cast<float>(top) + 0.5f));
+    if (d < 8) starts[d + 1] = bound_after(book, top);
   }
   for (uint32_t exponent = 96; exponent < 128; ++exponent) {
-    const float low = from_bits(exponent << 23), high = from_bits((exponent + 1) << 23);
     int decade = 0;
-    while (decade < 8 && starts[decade + 1] <= low) ++decade;
+    while (decade < 8 && starts[decade + 1] <= exponent << 23) ++decade;
     book.binade_decade[exponent & 31] = decade;
-    book.binade_bound[exponent & 31] = decade < 8 && starts[decade + 1] < high ? starts[decade + 1] : INFINITY;
+    const bool ends = decade < 8 && starts[decade + 1] < (exponent + 1) << 23;
+    book.binade_bound[exponent & 31] = ends ? static_cast<int32_t>(starts[decade + 1]) : INT32_MAX;
   }
-  for (int d = 9; d < 16; ++d) book.slope[d] = book.offset[d] = 0.0f, book.top[d] = 0;
 }
 
 void fill_buckets(Codebook& book) {

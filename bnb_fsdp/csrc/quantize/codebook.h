@@ -23,21 +23,24 @@ struct Codebook {
   // bound at most, so adding the low bits carries into the code exactly when the bound is reached.
   uint32_t buckets[kBuckets];
 
-  // The same by arithmetic, for instruction sets with small in-register tables: within a decade the bounds are
-  // evenly spaced, so round(slope * x + offset), at most `top`, is the code unless the sum lies within kUnsure
-  // of a rounding boundary. Indexed by decade: 0 for code zero, 1 to 7 for 1e-6 to 1, 8 for code 255.
-  float slope[16], offset[16];
-  int32_t top[16];
+  // The same by arithmetic, for instruction sets with small in-register tables. Within a decade the bounds are
+  // evenly spaced: slope * x + offset, rounded to a fixed-point number in the mantissa of a float32, has the
+  // code as its integer part unless its fraction is zero, when rounding may have crossed a bound. It is limited
+  // to `top`, as the first tenth of a decade belongs to the one below. Indexed by decade: 1 to 7 for 1e-6 to 1,
+  // 0 for code zero and 8 for code 255.
+  alignas(64) float slope[16], offset[16];
+  alignas(64) int32_t top[16];
   // Indexed by the low five bits of the value's exponent: the decade at the start of the binade, and the bound
-  // within it at which the next decade begins (infinity if none).
-  int32_t binade_decade[32];
-  float binade_bound[32];
+  // (bits) within it at which the next decade begins (the largest integer if none).
+  alignas(64) int32_t binade_decade[32], binade_bound[32];
 
   // values[] as four planes of bytes, for byte permutations: planes[b][i] is byte b of values[i].
   alignas(64) uint8_t planes[4][256];
 };
 
-constexpr float kUnsure = 1e-4f;
+constexpr int kFractionBits = 12;
+constexpr int32_t kFractionMask = (1 << kFractionBits) - 1;
+
 // Both maps, built on first use.
 const Codebook& codebook(bool is_signed);
 
