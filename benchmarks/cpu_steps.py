@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -122,7 +124,7 @@ def machine() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": commit or None,
         "processor": model,
-        "cores": len(__import__("os").sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)),
         "instruction_set": cpu.instruction_set(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -178,10 +180,19 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="path without suffix for the .json and .png")
+    parser.add_argument(
+        "--replot", type=Path, help="draw OUTPUT.png and the table from this .json, measure nothing"
+    )
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, nargs="*", help="default: 1 and all cores")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"machine": machine(), "command": "python benchmarks/cpu_steps.py", "cases": []}
+    if arguments.replot:
+        report = json.loads(arguments.replot.read_text())
+        print(table(report))
+        if arguments.output:
+            plot(report, arguments.output.with_suffix(".png"))
+        return
+    report = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "cases": []}
     threads = arguments.threads or sorted({1, report["machine"]["cores"]})
     for count in threads:
         torch.set_num_threads(count)
@@ -201,7 +212,10 @@ def main() -> None:
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        plot(report, arguments.output.with_suffix(".png"))
+        try:
+            plot(report, arguments.output.with_suffix(".png"))
+        except ImportError:
+            print("matplotlib is not installed: no picture")
 
 
 if __name__ == "__main__":
