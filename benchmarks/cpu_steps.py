@@ -33,7 +33,9 @@ from bnb_fsdp.backends import cpu
 INVENTORIES: dict[str, list[tuple[int, ...]]] = {
     "one tensor of 16.8 million": [(4096, 4096)],
     "210 LoRA tensors, 4.9 million": [
-        shape for _ in range(30) for shape in ((16, 576), (576, 16), (16, 576), (1536, 16), (16, 1536), (4096,), (5, 20480))
+        shape
+        for _ in range(30)
+        for shape in ((16, 576), (576, 16), (16, 576), (1536, 16), (16, 1536), (4096,), (5, 20480))
     ],
 }  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -122,7 +124,7 @@ def machine() -> dict[str, Any]:
     ).stdout.strip()
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit or None,
+        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
         "instruction_set": cpu.instruction_set(),
@@ -133,8 +135,10 @@ def machine() -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = ["| tensors | dtype | threads | optimizer | ms (quartiles) | million parameters/s | / torch fused | / floor |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| tensors | dtype | threads | optimizer | ms (quartiles) | million parameters/s | / torch fused | / floor |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for case in report["cases"]:
         fused = case["results"]["torch AdamW fused"]["million_parameters_per_s"]
         for name, r in case["results"].items():

@@ -112,7 +112,7 @@ def main() -> None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         report = {
             "date": datetime.date.today().isoformat(),
-            "commit": commit.stdout.strip() or None,
+            "commit": commit.stdout.strip() if commit.returncode == 0 else None,
             "torch": torch.__version__,
             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "world_size": dist.get_world_size(),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreters import interpreters
 
 import bnb_fsdp
 
@@ -164,29 +162,6 @@ knows, knows_not = load("extend(Names, 'new_one')\\n"), load("")
 assert knows.stdout.strip() == "<Names.NEW_ONE: 'new_one'>", knows
 assert knows_not.returncode and "new_one is none of ['old', 'other']" in knows_not.stderr, knows_not
 """
-
-
-def interpreters() -> dict[str, str]:
-    """Version -> executable, of CPython >= 3.10 on PATH and under pyenv, the running one first."""
-    names = [sys.executable]
-    names += [shutil.which(f"python3.{minor}") or "" for minor in range(10, 16)]
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    names += [str(path) for path in sorted(pyenv.glob("versions/*/bin/python"))]
-    found: dict[str, str] = {}
-    for name in filter(None, names):
-        match = re.search(r"versions/(\d+)\.(\d+)\.\d+/", name)
-        if match and (int(match[1]), int(match[2])) < (3, 10):
-            continue
-        try:
-            code = "import platform; print(platform.python_implementation(), platform.python_version())"
-            result = subprocess.run([name, "-c", code], capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        implementation, _, version = result.stdout.strip().partition(" ")
-        # A name may be there without a Python behind it (pyenv's shims).
-        if result.returncode == 0 and implementation == "CPython" and version:
-            found.setdefault(version, name)
-    return {version: name for version, name in found.items() if int(version.split(".")[1]) >= 10}
 
 
 @pytest.mark.parametrize(
