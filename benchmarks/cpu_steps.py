@@ -119,9 +119,7 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip() if commit.returncode == 0 else None,
@@ -157,28 +155,30 @@ def plot(report: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases = report["cases"]
-    names = list(cases[0]["results"])
-    figure, axes = plt.subplots(figsize=(11, 5.2), layout="constrained")
+    names = list(report["cases"][0]["results"])
+    inventories = list(dict.fromkeys(case["inventory"] for case in report["cases"]))
     width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        heights = [case["results"][name]["million_parameters_per_s"] for case in cases]
-        bars = axes.bar([i + index * width for i in range(len(cases))], heights, width, label=name)
-        axes.bar_label(bars, fmt="%.0f", fontsize=7)
-    labels = [
-        f"{c['inventory']}\n{c['dtype']}, {c['threads']} thread{'s' * (c['threads'] > 1)}" for c in cases
-    ]
-    axes.set_xticks([i + 0.4 - width / 2 for i in range(len(cases))], labels, fontsize=7)
-    axes.set_yscale("log")
-    axes.set_ylabel("million parameters per second (higher is better)")
+    figure, rows = plt.subplots(len(inventories), figsize=(11, 4 * len(inventories)), layout="constrained")
+    for axes, inventory in zip(rows, inventories):
+        cases = [case for case in report["cases"] if case["inventory"] == inventory]
+        for index, name in enumerate(names):
+            heights = [case["results"][name]["million_parameters_per_s"] for case in cases]
+            bars = axes.bar([i + index * width for i in range(len(cases))], heights, width, label=name)
+            axes.bar_label(bars, fmt="%.0f", fontsize=7, rotation=60)
+        labels = [f"{c['dtype']}\n{c['threads']} thread{'s' * (c['threads'] > 1)}" for c in cases]
+        axes.set_xticks([i + 0.4 - width / 2 for i in range(len(cases))], labels, fontsize=8)
+        axes.set_yscale("log")
+        axes.margins(y=0.15)
+        axes.set_ylabel("million parameters / s", fontsize=8)
+        axes.set_title(inventory, fontsize=9)
     about = report["machine"]
-    axes.set_title(
-        f"One optimizer step on {about['cores']} cores of an {about['processor']}, {about['instruction_set']}, "
-        f"torch {about['torch']}, {about['date']}",
-        fontsize=9,
+    figure.suptitle(
+        f"One optimizer step, higher is better: {about['cores']} cores, {about['processor']}, "
+        f"{about['instruction_set']}, torch {about['torch']}, {about['date']}",
+        fontsize=10,
     )
-    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.05))
-    figure.savefig(path, dpi=130)
+    rows[0].legend(fontsize=8, ncols=len(names), loc="lower center", bbox_to_anchor=(0.5, 1.1))
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -29,15 +29,13 @@ def local(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     shard: Tensor = tensor._local_tensor
-    if type(shard) is not Tensor and not isinstance(shard, torch.nn.Parameter):
-        shard = tensor.to_local()
-    return shard
+    return shard if type(shard) is Tensor else tensor.to_local()
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether both are plain, or both DTensors of one mesh and placements, so that their shards pair up."""
-    if not isinstance(a, DTensor) or not isinstance(b, DTensor):
-        return not isinstance(a, DTensor) and not isinstance(b, DTensor)
+    if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
+        return isinstance(a, DTensor) is isinstance(b, DTensor)
     # FSDP2 gives a gradient the very spec object of its parameter: the usual case costs one comparison.
     return a._spec is b._spec or (
         a.device_mesh == b.device_mesh and a.placements == b.placements and a.shape == b.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import os
 from collections.abc import Sequence
@@ -66,7 +67,6 @@ class CpuBucket:
         self._key = key
         self._slots = tuple(slots)  # keeps every tensor of the table alive
         self._entries = (native.TensorEntry * len(slots))(*map(_entry, slots))
-        self._gradients = (ctypes.c_void_p * len(slots))()
         self._library = library
         self._step = library.function(
             "bnb_fsdp_cpu_step",
@@ -82,7 +82,7 @@ class CpuBucket:
 
     def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
         # An empty shard's gradient has no storage; 1 says that there is one, and is never read.
-        self._gradients[:] = [None if g is None else g.data_ptr() or 1 for g in gradients]
+        pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
         table = (native.Hyper * len(hypers))(*(native.Hyper(*hyper) for hyper in hypers))
         key = self._key
         status = self._step(
@@ -91,7 +91,7 @@ class CpuBucket:
             _DTYPES[key.parameter_dtype],
             _DTYPES[key.gradient_dtype],
             self._entries,
-            self._gradients,
+            pointers.buffer_info()[0],
             len(self._entries),
             table,
             len(hypers),

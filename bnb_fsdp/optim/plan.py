@@ -34,35 +34,36 @@ class _Bucket:
 class _Item:
     """One parameter: where it lives, what it was when planned, and its place in a bucket."""
 
-    __slots__ = ("bucket", "index", "name", "parameter", "pointers", "shard", "state", "tensors")
+    __slots__ = (
+        "bucket", "device", "dtype", "identities", "index", "layout", "name", "parameter", "pointers",
+        "probes", "shard", "state", "tensors",
+    )  # fmt: skip
 
     def __init__(self, parameter: Tensor, name: str, values: dict[str, Tensor]) -> None:
         self.parameter = parameter
         self.name = name
         self.shard = sharding.local(parameter).detach()
+        self.layout = (self.shard.shape, self.shard.stride())
+        self.dtype = self.shard.dtype
+        self.device = self.shard.device
         self.state = values
         self.tensors = tuple(values.values())
-        self.pointers = _pointers(self.shard, self.tensors)
+        self.identities = list(map(id, self.tensors))
+        self.probes = [tensor.data_ptr for tensor in self.tensors]
+        self.pointers = [self.shard.data_ptr(), *(probe() for probe in self.probes)]
         self.bucket: _Bucket
         self.index: int
 
-    def is_current(self, optimizer_state: dict[Tensor, Any]) -> bool:
+    def is_current(self, values: Any) -> bool:
         """Whether parameter and state are the same tensors on the same storage: a native table holds pointers."""
         shard = sharding.local(self.parameter)
-        values = optimizer_state.get(self.parameter)
         return (
             values is self.state
-            and len(values) == len(self.tensors)
-            and all(a is b for a, b in zip(values.values(), self.tensors))
-            and _pointers(shard, self.tensors) == self.pointers
-            and shard.shape == self.shard.shape
-            and shard.stride() == self.shard.stride()
-            and shard.dtype == self.shard.dtype
+            and list(map(id, values.values())) == self.identities
+            and [shard.data_ptr(), *[probe() for probe in self.probes]] == self.pointers
+            and (shard.shape, shard.stride()) == self.layout
+            and shard.dtype is self.dtype
         )
-
-
-def _pointers(shard: Tensor, tensors: Sequence[Tensor]) -> list[int]:
-    return [shard.data_ptr(), *(tensor.data_ptr() for tensor in tensors)]
 
 
 class Plan:
@@ -149,6 +150,7 @@ class Plan:
             return False
         for bucket in self._buckets:
             bucket.gradients = [None] * len(bucket.slots)
+        state_of = self._state.get
         for group, row in zip(self._groups, self._items):
             if len(group["params"]) != len(row):
                 return False
@@ -157,16 +159,16 @@ class Plan:
                     if parameter.grad is not None or parameter.requires_grad:
                         return False
                     continue
-                if parameter is not item.parameter or not item.is_current(self._state):
+                if parameter is not item.parameter or not item.is_current(state_of(parameter)):
                     return False
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                _check_gradient(item, gradient)
+                local = _local_gradient(item, gradient)
                 bucket = item.bucket
-                if gradient.dtype is not bucket.key.gradient_dtype:
+                if local.dtype is not bucket.key.gradient_dtype:
                     return False
-                bucket.gradients[item.index] = _matching(sharding.local(gradient).detach(), item.shard)
+                bucket.gradients[item.index] = local
         return True
 
     def run(self, hypers: Sequence[Hyper]) -> None:
@@ -190,9 +192,9 @@ def _check_orphans(optimizer: BlockwiseOptimizer) -> None:
         )
 
 
-def _check_gradient(item: _Item, gradient: Tensor) -> None:
-    """Raise ValueError, naming the parameter, for a gradient that cannot be paired with the shard."""
-    if gradient.layout != torch.strided:
+def _local_gradient(item: _Item, gradient: Tensor) -> Tensor:
+    """The local gradient in the shard's memory order; ValueError, naming the parameter, if the two do not pair up."""
+    if gradient.layout is not torch.strided:
         raise ValueError(
             f"{item.name}: the gradient is sparse ({gradient.layout}), which is not supported. Use a dense "
             "gradient, for example nn.Embedding(..., sparse=False)."
@@ -203,19 +205,14 @@ def _check_gradient(item: _Item, gradient: Tensor) -> None:
             f"{sharding.describe(item.parameter)}. Redistribute the gradient to the parameter's placements."
         )
     local = sharding.local(gradient)
-    shard = item.shard
-    if local.shape != shard.shape or local.device != shard.device:
+    if local.device != item.device or local.shape != item.layout[0]:
         raise ValueError(
             f"{item.name}: the local gradient has shape {tuple(local.shape)} on {local.device}, the local "
-            f"parameter {tuple(shard.shape)} on {shard.device}; they must agree."
+            f"parameter {tuple(item.shard.shape)} on {item.device}; they must agree."
         )
     if local.dtype not in state.PARAMETER_DTYPES:
         choices = ", ".join(str(dtype) for dtype in state.PARAMETER_DTYPES)
         raise ValueError(f"{item.name}: gradient dtype {local.dtype} is not supported; use one of {choices}.")
-
-
-def _matching(gradient: Tensor, shard: Tensor) -> Tensor:
-    """``gradient`` in the shard's memory order: itself, or a copy where the strides differ."""
-    if gradient.stride() == shard.stride() or gradient.numel() <= 1:
-        return gradient
-    return torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
+    if local.stride() == item.layout[1] or local.numel() <= 1:
+        return local
+    return torch.empty_like(item.shard, dtype=local.dtype).copy_(local)

@@ -83,16 +83,16 @@ void run(const Work& work, const bnb_fsdp_tensor* tensors, const void* const* gr
     job();
 }
 
-std::string check(const bnb_fsdp_tensor& t, int64_t index, int bits, int states, int64_t groups) {
-  const std::string where = "tensor " + std::to_string(index) + ": ";
-  if (t.numel < 0) return where + "negative numel " + std::to_string(t.numel);
-  if (t.group < 0 || t.group >= groups) return where + "group " + std::to_string(t.group) + " out of range";
-  if (t.step == nullptr) return where + "no step counter";
-  if (t.numel == 0) return "";
-  if (t.parameter == nullptr) return where + "no parameter";
+// What is wrong with a table entry, or NULL.
+const char* check(const bnb_fsdp_tensor& t, int bits, int states, int64_t groups) {
+  if (t.numel < 0) return "numel is negative";
+  if (t.group < 0 || t.group >= groups) return "its group is out of range";
+  if (t.step == nullptr) return "it has no step counter";
+  if (t.numel == 0) return nullptr;
+  if (t.parameter == nullptr) return "it has no parameter";
   for (int s = 0; s < states; ++s)
-    if (t.state[s] == nullptr || (bits == 8 && t.absmax[s] == nullptr)) return where + "state is missing";
-  return "";
+    if (t.state[s] == nullptr || (bits == 8 && t.absmax[s] == nullptr)) return "its state is missing";
+  return nullptr;
 }
 
 }  // namespace
@@ -159,8 +159,8 @@ int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradi
     int64_t total = 0;
     for (int64_t i = 0; i < count; ++i) {
       if (gradients[i] == nullptr) continue;
-      const std::string problem = check(tensors[i], i, bits, kernel.states, groups);
-      if (!problem.empty()) return fail(problem);
+      if (const char* problem = check(tensors[i], bits, kernel.states, groups))
+        return fail("tensor " + std::to_string(i) + ": " + problem);
       work.indices.push_back(i);
       work.ends.push_back(total += pieces(tensors[i].numel));
     }
