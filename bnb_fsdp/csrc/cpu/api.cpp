@@ -47,15 +47,20 @@ const InstructionSet& instruction_set() {
   return *set;
 }
 
-// Work is dealt out in pieces of this many elements: large enough to amortise the ticket, small enough to
-// balance.
-constexpr int64_t kPiece = 32 * kBlock;
+// Work is dealt out in pieces: at least so many elements that a ticket is worth taking, and so many pieces a
+// thread that the load balances. Larger is better, as a piece starts with nothing prefetched.
+constexpr int64_t kSmallestPiece = 32 * kBlock, kPiecesPerThread = 8;
 // Below this many elements waking another thread costs more than it saves.
-constexpr int64_t kSerial = 4 * kPiece;
+constexpr int64_t kSerial = 4 * kSmallestPiece;
 
-int64_t pieces(int64_t numel) { return (numel + kPiece - 1) / kPiece; }
+int64_t piece_size(int64_t elements, int threads) {
+  if (threads <= 1) return INT64_MAX / 2;
+  const int64_t even = elements / (threads * kPiecesPerThread);
+  return std::max(kSmallestPiece, even - even % kBlock);
+}
 
 struct Work {
+  int64_t piece;
   std::vector<ScalarBlock> scalars;
   std::vector<int64_t> indices;  // active tensors
   std::vector<int64_t> ends;     // running count of pieces
@@ -71,13 +76,13 @@ void run(const Work& work, const bnb_fsdp_tensor* tensors, const void* const* gr
     for (int64_t piece; (piece = ticket.fetch_add(1, std::memory_order_relaxed)) < total;) {
       while (work.ends[at] <= piece) ++at;
       const int64_t index = work.indices[at];
-      const int64_t begin = (piece - (at > 0 ? work.ends[at - 1] : 0)) * kPiece;
+      const int64_t begin = (piece - (at > 0 ? work.ends[at - 1] : 0)) * work.piece;
       const bnb_fsdp_tensor& tensor = tensors[index];
-      const int64_t end = std::min(begin + kPiece, tensor.numel);
+      const int64_t end = std::min(begin + work.piece, tensor.numel);
       kernel.run(Range{&tensor, gradients[index], &work.scalars[at], begin, end}, gradient_dtype);
     }
   };
-  if (threads > 1 && total * kPiece > kSerial)
+  if (threads > 1 && total > 1)
     run_parallel(static_cast<int>(std::min<int64_t>(threads, total)), job);
   else
     job();
@@ -156,14 +161,19 @@ int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradi
                   std::to_string(parameter_dtype));
 
     Work work;
-    int64_t total = 0;
+    int64_t elements = 0;
     for (int64_t i = 0; i < count; ++i) {
       if (gradients[i] == nullptr) continue;
       if (const char* problem = check(tensors[i], bits, kernel.states, groups))
         return fail("tensor " + std::to_string(i) + ": " + problem);
       work.indices.push_back(i);
-      work.ends.push_back(total += pieces(tensors[i].numel));
+      elements += tensors[i].numel;
     }
+    if (elements <= kSerial) threads = 1;
+    work.piece = piece_size(elements, threads);
+    int64_t pieces = 0;
+    for (const int64_t i : work.indices)
+      work.ends.push_back(pieces += (tensors[i].numel + work.piece - 1) / work.piece);
     // Nothing below can fail, so nothing is left half done.
     work.scalars.resize(work.indices.size());
     const FlushScope flush;
