@@ -7,6 +7,7 @@ export it until a sharded format exists.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,7 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
         saved["params"] = group["params"]
         for key in group:  # keys that others added to the live group since
             saved.setdefault(key, group[key])
-    new_state = type(optimizer.state)(dict)
-    new_state.update(loaded)
-    optimizer.__setstate__({"state": new_state, "param_groups": saved_groups})
+    optimizer.__setstate__({"state": defaultdict(dict, loaded), "param_groups": saved_groups})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -109,9 +108,7 @@ def _entry(
         raise ValueError(
             f"{name}: the state dict has keys {sorted(values)}, expected {list(rule.states)} and step."
         )
-    keys = {"step", *rule.states}
-    if state.bits_of(values) == 8:
-        keys |= {state.absmax_key(key) for key in rule.states}
+    keys = set(state.keys(rule, state.bits_of(values)))
     if set(values) != keys:
         raise ValueError(
             f"{name}: the state dict has keys {sorted(values)}, {rule.name} expects {sorted(keys)}."

@@ -28,6 +28,16 @@ def check_minimum(where: str, minimum: object) -> None:
         raise ValueError(f"{where}: min_8bit_size={minimum!r} must be an integer >= 0 (elements).")
 
 
+def check_group_overrides(where: str, group: dict[str, Any]) -> None:
+    """Raise ValueError unless the group's own ``overrides`` is what an optimizer of this package put there."""
+    overrides = group["overrides"]
+    if not isinstance(overrides, list) or (overrides and len(overrides) != len(group["params"])):
+        raise ValueError(
+            f"{where}: overrides belong to the optimizer's constructor (name pattern or parameter -> settings), "
+            f"not to a group; got {overrides!r}."
+        )
+
+
 def check_overrides(overrides: Mapping[str | Tensor, Mapping[str, int]] | None) -> OverrideList:
     """Validated (pattern or parameter, settings) pairs; ValueError names the key and the choices."""
     result: OverrideList = []

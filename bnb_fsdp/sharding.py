@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -26,10 +26,10 @@ def local(tensor: Tensor) -> Tensor:
 
     Shares storage with ``tensor``, runs no operator. A shard whose collective is still in flight is waited for.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    shard: Tensor = tensor._local_tensor
-    return shard if type(shard) is Tensor else tensor.to_local()
+    shard: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(shard, AsyncCollectiveTensor):
+        return shard.wait()
+    return shard
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
@@ -40,6 +40,11 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return a._spec is b._spec or (
         a.device_mesh == b.device_mesh and a.placements == b.placements and a.shape == b.shape
     )
+
+
+def has_storage(shard: Tensor) -> bool:
+    """False for tensors without memory to point to (freed, wrappers, lazy zeros), except empty and meta ones."""
+    return shard.numel() == 0 or shard.device.type == "meta" or shard.data_ptr() != 0
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -73,6 +78,13 @@ def check(parameter: Tensor, name: str) -> None:
         shard = parameter
     if shard.layout != torch.strided:
         raise ValueError(f"{name}: layout {shard.layout} is not supported; use a strided (dense) tensor.")
+    if shard.is_neg():
+        raise ValueError(f"{name}: the tensor is lazily negated; give the optimizer tensor.resolve_neg().")
+    if not has_storage(shard):
+        raise ValueError(
+            f"{name}: a {type(shard).__name__} without storage of its own cannot be updated in place; give the "
+            "optimizer a plain tensor (and step while its storage is allocated)."
+        )
     if shard.numel() == 0 or _is_dense(shard):
         return
     what = "overlapping storage" if _overlaps_itself(shard) else "gaps in its storage"
@@ -103,6 +115,9 @@ def local_shapes(tensor: Tensor) -> Iterator[tuple[int, ...]]:
     if not isinstance(tensor, DTensor):
         yield tuple(tensor.shape)
         return
+    # Private, and for descriptions alone: imported where it is used.
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
     mesh_shape = tensor.device_mesh.shape
     for coordinate in itertools.product(*(range(size) for size in mesh_shape)):
         shape, _ = _compute_local_shape_and_global_offset(

@@ -29,6 +29,11 @@ def decide(parameter: Tensor, group: dict[str, Any], position: int) -> Decision:
     world size decides alike: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2080.
     """
     overrides = group["overrides"]
+    if overrides and len(overrides) != len(group["params"]):
+        raise ValueError(
+            f"the group has {len(group['params'])} parameters but overrides for {len(overrides)}; add parameters with "
+            "add_param_group() instead of appending to a group."
+        )
     override = overrides[position] if overrides else {}
     bits = override.get("optim_bits", group["optim_bits"])
     minimum = override.get("min_8bit_size", group["min_8bit_size"])
@@ -48,6 +53,12 @@ def blocks(numel: int) -> int:
 def absmax_key(state_key: str) -> str:
     """``state1`` -> ``absmax1``."""
     return state_key.replace("state", "absmax")
+
+
+def keys(rule: Rule, bits: int) -> tuple[str, ...]:
+    """All keys of ``optimizer.state[p]``."""
+    scales = tuple(absmax_key(key) for key in rule.states) if bits == 8 else ()
+    return ("step", *rule.states, *scales)
 
 
 def allocate(shard: Tensor, bits: int, rule: Rule) -> dict[str, Tensor]:
@@ -101,15 +112,24 @@ def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) ->
             )
         if bits == 8:
             scales = state[absmax_key(key)]
-            if scales.shape != (blocks(shard.numel()),) or scales.dtype != torch.float32:
+            if (
+                scales.shape != (blocks(shard.numel()),)
+                or scales.dtype != torch.float32
+                or not scales.is_contiguous()
+            ):
                 raise ValueError(
                     f"{name}: {absmax_key(key)} is {scales.dtype} of shape {tuple(scales.shape)}, expected "
-                    f"float32 of ({blocks(shard.numel())},): one scale per 256 elements of the local shard."
+                    f"contiguous float32 of ({blocks(shard.numel())},): one scale per 256 elements of the local shard."
                 )
             if scales.device != shard.device:
                 raise RuntimeError(
                     f"{name}: {absmax_key(key)} is on {scales.device}, the parameter on {shard.device}."
                 )
     step = state["step"]
-    if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device.type != "cpu":
+    if (
+        not isinstance(step, Tensor)
+        or step.dtype != torch.float32
+        or step.device.type != "cpu"
+        or step.numel() != 1
+    ):
         raise ValueError(f"{name}: step must be a float32 scalar tensor on the CPU, got {step!r}.")

@@ -174,6 +174,7 @@ def test_failure_raises_with_operation_dtype_and_message_and_changes_nothing() -
 def test_thread_budget_is_torchs_threads_within_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cpu.THREADS_VARIABLE, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert cpu.thread_budget() == 12
@@ -181,6 +182,10 @@ def test_thread_budget_is_torchs_threads_within_this_ranks_share(monkeypatch: py
     assert cpu.thread_budget() == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert cpu.thread_budget() == 1
+    # A launcher that binds each of 8 ranks to 2 cores of 16 has divided them already.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert cpu.thread_budget() == 2
     monkeypatch.setenv(cpu.THREADS_VARIABLE, "7")
     assert cpu.thread_budget() == 7
     monkeypatch.setenv(cpu.THREADS_VARIABLE, "many")
@@ -249,6 +254,40 @@ if pid == 0:
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+
+
+def test_a_child_forked_before_the_first_step_does_not_wait_for_openmp_threads_it_lacks() -> None:
+    script = """
+import os, signal, torch, bnb_fsdp
+torch.set_num_threads(2)
+torch.randn(1_000_000).exp()  # the parent's OpenMP team is up, and no optimizer has stepped
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    torch.set_num_threads(1)  # as in data loader workers
+    os.environ["BNB_FSDP_NUM_THREADS"] = "2"
+    p = torch.nn.Parameter(torch.zeros(300_000)); p.grad = torch.ones(300_000)
+    bnb_fsdp.AdamW8bit([p]).step()
+    os._exit(0 if float(p.detach().abs().min()) > 0 else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+
+
+def test_more_threads_than_the_system_gives_still_step() -> None:
+    script = """
+import os, resource, torch, bnb_fsdp
+p = torch.nn.Parameter(torch.zeros(3_000_000)); p.grad = torch.ones(3_000_000)
+optimizer = bnb_fsdp.AdamW8bit([p])
+optimizer.step()
+os.environ["BNB_FSDP_NUM_THREADS"] = "64"
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 40_000_000, size + 40_000_000))  # room for a few stacks of 8 MiB
+for _ in range(3): optimizer.step()
+assert int(optimizer.state[p]["step"]) == 4
+"""
+    environment = {**os.environ, "OMP_STACKSIZE": "256M"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60, env=environment)
 
 
 def test_subnormal_mode_of_the_calling_thread_is_left_alone() -> None:

@@ -10,12 +10,20 @@ import torch
 from .base import Backend, Bucket, BucketKey, Slot
 from .torch_backend import TorchBackend
 
-__all__ = ["NAMES", "Backend", "Bucket", "BucketKey", "Slot", "check_name", "select"]
+__all__ = ["NAMES", "Backend", "Bucket", "BucketKey", "Slot", "check_name", "forked", "select"]
 
 NAMES = ("auto", "cpu", "torch")
 ENVIRONMENT_VARIABLE = "BNB_FSDP_BACKEND"
 
 _said: set[str] = set()
+_fork = {"forked": False}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _fork.update(forked=True))
+
+
+def forked() -> bool:
+    """Whether this process was forked after bnb_fsdp was imported: OpenMP's threads do not survive that."""
+    return _fork["forked"]
 
 
 def check_name(name: str | None) -> str:

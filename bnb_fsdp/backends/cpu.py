@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..rules import Hyper, Rule
-from . import native
+from . import forked, native
 from .base import BucketKey, Slot
 
 THREADS_VARIABLE = "BNB_FSDP_NUM_THREADS"
@@ -31,9 +31,11 @@ def thread_budget() -> int:
         if not given.isdecimal() or int(given) < 1:
             raise ValueError(f"{THREADS_VARIABLE}={given!r} must be a positive integer.")
         return int(given)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    everything = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everything
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = cores // max(1, int(ranks)) if ranks.isdecimal() else cores
+    # A launcher that binds ranks to cores has divided them already.
+    share = cores // max(1, int(ranks)) if ranks.isdecimal() and cores == everything else cores
     return max(1, min(torch.get_num_threads(), share))
 
 
@@ -77,7 +79,7 @@ class CpuBucket:
             ctypes.c_int64,
             ctypes.c_void_p,
             ctypes.c_int64,
-            ctypes.c_int,
+            *[ctypes.c_int] * 2,
         )
 
     def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
@@ -85,6 +87,7 @@ class CpuBucket:
         pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
         table = (native.Hyper * len(hypers))(*(native.Hyper(*hyper) for hyper in hypers))
         key = self._key
+        threads = thread_budget()
         status = self._step(
             key.rule.encode(),
             key.bits,
@@ -95,7 +98,8 @@ class CpuBucket:
             len(self._entries),
             table,
             len(hypers),
-            thread_budget(),
+            threads,
+            int(threads <= torch.get_num_threads() and not forked()),
         )
         if status != 0:
             shapes = [tuple(slot.parameter.shape) for slot in self._slots[:3]]
@@ -126,6 +130,7 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self._library = _library()
+        thread_budget()  # a bad setting shows before anything is stepped
 
     def bucket(self, key: BucketKey, rule: Rule, slots: Sequence[Slot]) -> CpuBucket:
         return CpuBucket(self._library, key, slots)

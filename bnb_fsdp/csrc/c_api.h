@@ -9,7 +9,7 @@
 #endif
 
 // Raised whenever a struct or a signature below changes.
-#define BNB_FSDP_ABI_VERSION 1
+#define BNB_FSDP_ABI_VERSION 2
 #define BNB_FSDP_MAX_STATES 3
 
 #ifdef __cplusplus
@@ -48,11 +48,12 @@ BNB_FSDP_API const char* bnb_fsdp_cpu_isas(void);
 BNB_FSDP_API int bnb_fsdp_cpu_set_isa(const char* name);
 
 // Steps every tensor whose gradient is not NULL, on up to `threads` threads. All share rule ("adam", "lion"),
-// bits (8 or 32) and dtypes; tensor.group indexes `hypers`. An empty tensor's gradient may be any non-NULL
+// bits (8 or 32) and dtypes; use_openmp allows the OpenMP team that torch has in the process, if it is there.
+// tensor.group indexes `hypers`. An empty tensor's gradient may be any non-NULL
 // pointer.
 BNB_FSDP_API int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
                                    const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
-                                   const bnb_fsdp_hyper* hypers, int64_t groups, int threads);
+                                   const bnb_fsdp_hyper* hypers, int64_t groups, int threads, int use_openmp);
 
 #ifdef __cplusplus
 }

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import backends, checkpoint, sharding, state
-from ..groups import check_minimum, check_overrides, parameter_name, resolve_overrides
+from .. import arithmetic as f32
+from .. import backends, checkpoint, state
+from ..groups import check_group_overrides, check_minimum, check_overrides, parameter_name, resolve_overrides
 from ..rules import Hyper, Rule
-from .plan import Plan
+from .plan import Plan, check_parameter
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Overrides = Mapping[str | Tensor, Mapping[str, int]]
@@ -71,13 +72,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         params = group["params"]
         if not isinstance(params, (Tensor, set)):
             group["params"] = params = list(params)
+        where = f"{type(self).__name__}, group {len(self.param_groups)}"
         self._check_group({**self.defaults, **group}, len(self.param_groups))
+        check_group_overrides(where, {**self.defaults, **group})
         before = len(self.param_groups)
         super().add_param_group(group)
         try:
             added = self.param_groups[before]
             for position, parameter in enumerate(added["params"]):
-                _check_parameter(parameter, parameter_name(self.param_groups, before, position))
+                check_parameter(parameter, parameter_name(self.param_groups, before, position))
             if not added["overrides"]:
                 added["overrides"], _ = resolve_overrides(added, self._overrides)
         except Exception:
@@ -122,9 +125,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plan is None or not self._plan.gather():
+        hypers = [self.hyper(group) for group in self.param_groups]
+        if self._plan is None or not self._plan.gather(self):
             self._plan = self._new_plan()
-        self._plan.run([self.hyper(group) for group in self.param_groups])
+        self._plan.run(hypers)
         return loss
 
     def _new_plan(self) -> Plan:
@@ -132,7 +136,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._plan = None
         plan = Plan(self)
         try:
-            if plan.gather():
+            if plan.gather(self):
                 return plan
             raise RuntimeError(
                 "parameters, gradients or state changed during step(); do not share an optimizer between threads."
@@ -194,15 +198,10 @@ def _check_betas(where: str, betas: Any) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{where}: betas={betas!r} must be two numbers in [0, 1), such as (0.9, 0.999).")
     for beta in betas:
-        if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 <= float(beta) < 1.0:
+        if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 <= float(beta):
             raise ValueError(f"{where}: betas={betas!r}: each must be a number in [0, 1).")
-
-
-def _check_parameter(parameter: Tensor, name: str) -> None:
-    if parameter.dtype not in state.PARAMETER_DTYPES:
-        choices = ", ".join(str(dtype) for dtype in state.PARAMETER_DTYPES)
-        raise ValueError(f"{name}: dtype {parameter.dtype} is not supported; use one of {choices}.")
-    sharding.check(parameter, name)
+        if not f32.scalar(float(beta)) < 1.0:  # the update is computed in float32
+            raise ValueError(f"{where}: betas={betas!r}: each must be in [0, 1) as a float32 too.")
 
 
 def _unused_override(key: str | Tensor, groups: list[dict[str, Any]]) -> str:

@@ -28,6 +28,7 @@ class Lion(BlockwiseOptimizer):
         optim_bits: 32, or 8 for block-wise 8-bit state.
         args: must be None (bitsandbytes' namespace of extra settings).
         min_8bit_size: parameters with fewer elements (of the global tensor) keep 32-bit state.
+        is_paged: must be False: this version has no paged state.
         overrides: ``{name pattern or parameter: {"optim_bits": ..., "min_8bit_size": ...}}``.
         backend: "auto", "cpu" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
 
@@ -47,10 +48,13 @@ class Lion(BlockwiseOptimizer):
         optim_bits: int = 32,
         args: Any = None,
         min_8bit_size: int = 4096,
+        is_paged: bool = False,
         overrides: Overrides | None = None,
         backend: str | None = None,
     ) -> None:
         fixed(type(self).__name__, args=(args, None))
+        if is_paged:
+            raise ValueError(f"{type(self).__name__}(is_paged=True): this version has no paged optimizers.")
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "weight_decay": weight_decay},

@@ -1,6 +1,6 @@
 """What the first step finds out about parameters and state, kept for the following steps.
 
-A plan holds tensors, not guesses: each step it checks that parameter, storage and state are the ones it was
+A plan holds tensors, not guesses: each step it checks that parameter, state and their storage are the ones it was
 made for and reports otherwise, so that loading, moving or replacing state never leaves a stale pointer.
 """
 
@@ -35,11 +35,11 @@ class _Item:
     """One parameter: where it lives, what it was when planned, and its place in a bucket."""
 
     __slots__ = (
-        "bucket", "device", "dtype", "identities", "index", "layout", "name", "parameter", "pointers",
+        "bucket", "device", "dtype", "identities", "index", "keys", "layout", "name", "parameter", "pointers",
         "probes", "shard", "state", "tensors",
     )  # fmt: skip
 
-    def __init__(self, parameter: Tensor, name: str, values: dict[str, Tensor]) -> None:
+    def __init__(self, parameter: Tensor, name: str, values: dict[str, Any], keys: Sequence[str]) -> None:
         self.parameter = parameter
         self.name = name
         self.shard = sharding.local(parameter).detach()
@@ -47,7 +47,8 @@ class _Item:
         self.dtype = self.shard.dtype
         self.device = self.shard.device
         self.state = values
-        self.tensors = tuple(values.values())
+        self.keys = keys
+        self.tensors: tuple[Tensor, ...] = tuple(values[key] for key in keys)
         self.identities = list(map(id, self.tensors))
         self.probes = [tensor.data_ptr for tensor in self.tensors]
         self.pointers = [self.shard.data_ptr(), *(probe() for probe in self.probes)]
@@ -59,7 +60,7 @@ class _Item:
         shard = sharding.local(self.parameter)
         return (
             values is self.state
-            and list(map(id, values.values())) == self.identities
+            and list(map(id, map(values.get, self.keys))) == self.identities
             and [shard.data_ptr(), *[probe() for probe in self.probes]] == self.pointers
             and (shard.shape, shard.stride()) == self.layout
             and shard.dtype is self.dtype
@@ -70,11 +71,9 @@ class Plan:
     """Buckets for an optimizer's parameters as they are now; allocates state that does not exist yet."""
 
     def __init__(self, optimizer: BlockwiseOptimizer) -> None:
-        self._optimizer = optimizer
         self._rule = optimizer.rule
         self._groups = optimizer.param_groups
         self._state = optimizer.state
-        _check_orphans(optimizer)
         self._items: list[list[_Item | None]] = []
         buckets: dict[BucketKey, _Bucket] = {}
         fresh: dict[Tensor, dict[str, Tensor]] = {}
@@ -83,6 +82,8 @@ class Plan:
             for position, parameter in enumerate(group["params"]):
                 row.append(self._item(index, position, parameter, group, buckets, fresh))
             self._items.append(row)
+        if fresh:
+            _check_orphans(optimizer)
         sharding.check_disjoint((item.name, item.shard) for row in self._items for item in row if item)
         for key, bucket in buckets.items():
             backend = backends.select(key.device, optimizer._backend)
@@ -107,22 +108,23 @@ class Plan:
     ) -> _Item | None:
         name = parameter_name(self._groups, index, position)
         values = self._state.get(parameter)
+        check_parameter(parameter, name)
         if not values:
             if not parameter.requires_grad and parameter.grad is None:
                 return None  # frozen: no state, as long as it gets no gradient
-            sharding.check(parameter, name)
             bits = state.decide(parameter, group, position).bits
             values = state.allocate(sharding.local(parameter).detach(), bits, self._rule)
             fresh[parameter] = values
-        item = _Item(parameter, name, values)
-        state.check_shapes(name, item.shard, values, self._rule)
+        shard = sharding.local(parameter).detach()
+        state.check_shapes(name, shard, values, self._rule)
         bits = state.bits_of(values)
+        item = _Item(parameter, name, values, state.keys(self._rule, bits))
         gradient = parameter.grad
         key = BucketKey(
             self._rule.name,
             bits,
             item.shard.dtype,
-            item.shard.dtype if gradient is None else gradient.dtype,
+            item.shard.dtype if gradient is None else sharding.local(gradient).dtype,
             item.shard.device,
         )
         item.bucket = buckets.setdefault(key, _Bucket(key))
@@ -141,9 +143,21 @@ class Plan:
         item.bucket.gradients.append(None)
         return item
 
-    def gather(self) -> bool:
-        """Collect and check this step's gradients; False if the plan is out of date (nothing was changed)."""
-        optimizer = self._optimizer
+    def gather(self, optimizer: BlockwiseOptimizer) -> bool:
+        """Collect and check this step's gradients; False if the plan is out of date. Changes nothing.
+
+        The optimizer is an argument: kept here, it and its parameters would be freed by the garbage collector only.
+        """
+        try:
+            current = self._gather(optimizer)
+        except Exception:
+            self._release()
+            raise
+        if not current:
+            self._release()
+        return current
+
+    def _gather(self, optimizer: BlockwiseOptimizer) -> bool:
         if optimizer.state is not self._state or optimizer.param_groups is not self._groups:
             return False
         if len(self._groups) != len(self._items):
@@ -176,14 +190,35 @@ class Plan:
         try:
             for bucket in self._buckets:
                 bucket.prepared.run(bucket.gradients, hypers)
+            # Native code is invisible to autograd: without this, a later backward would not notice the change.
+            torch.autograd.graph.increment_version(
+                [
+                    item.parameter
+                    for row in self._items
+                    for item in row
+                    if item is not None and item.bucket.gradients[item.index] is not None
+                ]
+            )
         finally:
-            for bucket in self._buckets:
-                bucket.gradients = []
+            self._release()
+
+    def _release(self) -> None:
+        for bucket in self._buckets:
+            bucket.gradients = []
+
+
+def check_parameter(parameter: Tensor, name: str) -> None:
+    """Raise ValueError, naming the parameter, if its dtype, placement or storage is not supported."""
+    if parameter.dtype not in state.PARAMETER_DTYPES:
+        choices = ", ".join(str(dtype) for dtype in state.PARAMETER_DTYPES)
+        raise ValueError(f"{name}: dtype {parameter.dtype} is not supported; use one of {choices}.")
+    sharding.check(parameter, name)
 
 
 def _check_orphans(optimizer: BlockwiseOptimizer) -> None:
+    """Raise RuntimeError where new parameters need state while old ones left theirs behind: an exchange."""
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    orphans = [key for key in optimizer.state if key not in known]
+    orphans = [key for key in optimizer.state if isinstance(key, Tensor) and key not in known]
     if orphans:
         raise RuntimeError(
             f"{len(orphans)} of {len(optimizer.state)} entries of optimizer.state belong to parameters that are no "
@@ -205,6 +240,13 @@ def _local_gradient(item: _Item, gradient: Tensor) -> Tensor:
             f"{sharding.describe(item.parameter)}. Redistribute the gradient to the parameter's placements."
         )
     local = sharding.local(gradient)
+    if local.is_neg():
+        local = local.resolve_neg()
+    if not sharding.has_storage(local):
+        raise ValueError(
+            f"{item.name}: the gradient is a {type(local).__name__} without storage (freed, lazy or a wrapper); "
+            "give the parameter a plain tensor as its gradient."
+        )
     if local.device != item.device or local.shape != item.layout[0]:
         raise ValueError(
             f"{item.name}: the local gradient has shape {tuple(local.shape)} on {local.device}, the local "

@@ -67,7 +67,7 @@ struct Work {
 };
 
 void run(const Work& work, const bnb_fsdp_tensor* tensors, const void* const* gradients, const Kernel& kernel,
-         int gradient_dtype, int threads) {
+         int gradient_dtype, int threads, bool use_openmp) {
   std::atomic<int64_t> ticket{0};
   const int64_t total = work.ends.empty() ? 0 : work.ends.back();
   const auto job = [&] {
@@ -82,10 +82,14 @@ void run(const Work& work, const bnb_fsdp_tensor* tensors, const void* const* gr
       kernel.run(Range{&tensor, gradients[index], &work.scalars[at], begin, end}, gradient_dtype);
     }
   };
-  if (threads > 1 && total > 1)
-    run_parallel(static_cast<int>(std::min<int64_t>(threads, total)), job);
-  else
-    job();
+  if (threads > 1 && total > 1) {
+    try {
+      run_parallel(static_cast<int>(std::min<int64_t>(threads, total)), use_openmp, job);
+    } catch (const std::exception&) {
+      // No memory or threads to be had: the pieces that are left are done below.
+    }
+  }
+  job();
 }
 
 // What is wrong with a table entry, or NULL.
@@ -149,7 +153,7 @@ int bnb_fsdp_cpu_set_isa(const char* name) {
 
 int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
                       const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
-                      const bnb_fsdp_hyper* hypers, int64_t groups, int threads) {
+                      const bnb_fsdp_hyper* hypers, int64_t groups, int threads, int use_openmp) {
   try {
     if (rule == nullptr || (bits != 8 && bits != 32))
       return fail("no kernel for " + std::to_string(bits) + " bits");
@@ -182,7 +186,7 @@ int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradi
       *t.step += 1.0f;
       kernel.scalars(hypers[t.group], *t.step, work.scalars[at]);
     }
-    run(work, tensors, gradients, kernel, gradient_dtype, threads);
+    run(work, tensors, gradients, kernel, gradient_dtype, threads, use_openmp != 0);
     return 0;
   } catch (const std::exception& error) {
     return fail(error.what());

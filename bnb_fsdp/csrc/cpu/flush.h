@@ -27,6 +27,8 @@ class FlushScope {
 
  private:
   uint64_t saved_;
+#else
+  FlushScope() {}
 #endif
  public:
   FlushScope(const FlushScope&) = delete;

@@ -143,7 +143,8 @@ void update_block(const typename Rule::Scalars& k, const float* g, typename Memo
 template <class Rule, class P>
 void tail8(const typename Rule::Scalars& k, const void* gradient, int64_t begin, int n, int gradient_dtype,
            typename Memory<P>::type* p, Updated<Rule>& block) {
-  alignas(64) float g_raw[kBlock] = {}, buffer[kBlock];
+  alignas(64) unsigned char g_raw[4 * kBlock] = {};
+  alignas(64) float buffer[kBlock];
   alignas(64) typename Memory<P>::type p_copy[kBlock] = {};
   alignas(64) uint8_t code_copies[Rule::states][kBlock];
   uint8_t* codes[Rule::states];
@@ -212,7 +213,8 @@ void run32(const Range& range, int gradient_dtype) {
       continue;
     }
     const size_t n = static_cast<size_t>(range.end - begin), size = size_of(gradient_dtype);
-    alignas(64) float g_raw[kBlock] = {}, state_copies[Rule::states][kBlock] = {};
+    alignas(64) unsigned char g_raw[4 * kBlock] = {};
+    alignas(64) float state_copies[Rule::states][kBlock] = {};
     alignas(64) typename Memory<P>::type p_copy[kBlock] = {};
     float* copies[Rule::states];
     memcpy(g_raw, static_cast<const char*>(range.gradient) + begin * static_cast<int64_t>(size), n * size);

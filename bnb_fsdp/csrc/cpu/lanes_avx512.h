@@ -139,7 +139,7 @@ BNB_FSDP_HD __m512i table_codes(const Codebook& book, __m512i magnitude) {
   return _mm512_srli_epi32(_mm512_add_epi32(entry, b), 16);
 }
 
-// Codes of one group of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+// Codes of one group of finite values, inverse = 1 / absmax, 0 for the largest; see codebook.h for the tables.
 template <bool Signed>
 BNB_FSDP_HD void encode_group(const Codebook& book, const float* values, Lane inverse, uint8_t* codes) {
   const __m512i low = _mm512_set1_epi32(kLowBits), one = _mm512_set1_epi32(1);

@@ -68,7 +68,7 @@ BNB_FSDP_HD void decode_group(const Codebook& book, const uint8_t* codes, Lane s
   out[0] = Lane(book.values[*codes] * scale.v);
 }
 
-// Codes of one group of finite values, inverse = 1 / absmax > 0; see codebook.h for the tables.
+// Codes of one group of finite values, inverse = 1 / absmax, 0 for the largest; see codebook.h for the tables.
 template <bool Signed>
 BNB_FSDP_HD void encode_group(const Codebook& book, const float* values, Lane inverse, uint8_t* codes) {
   const uint32_t* buckets = book.buckets - (kLowBits >> 16);

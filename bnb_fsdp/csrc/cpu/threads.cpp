@@ -77,14 +77,13 @@ using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 GompParallel openmp_team() {
   static const GompParallel found = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  static const pid_t home = getpid();
-  return getpid() == home ? found : nullptr;  // the team does not survive a fork
+  return found;
 }
 
 }  // namespace
 
-void run_parallel(int threads, const std::function<void()>& job) {
-  if (const GompParallel team = openmp_team()) {
+void run_parallel(int threads, bool use_openmp, const std::function<void()>& job) {
+  if (const GompParallel team = use_openmp ? openmp_team() : nullptr) {
     const auto call = [](void* data) { (*static_cast<const std::function<void()>*>(data))(); };
     team(call, const_cast<std::function<void()>*>(&job), static_cast<unsigned>(threads), 0);
     return;

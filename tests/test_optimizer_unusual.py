@@ -1,0 +1,170 @@
+"""Tensors and uses off the beaten path: each once crashed, or gave wrong numbers without a word."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bnb_fsdp
+
+BACKENDS = ["cpu", "torch"]
+
+
+def make(numel: int = 8192, **kwargs: Any) -> tuple[nn.Parameter, bnb_fsdp.AdamW8bit]:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(numel))
+    parameter.grad = torch.randn(numel)
+    return parameter, bnb_fsdp.AdamW8bit([parameter], **kwargs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lazily_negated_gradient_has_its_own_sign(backend: str) -> None:
+    a, first = make(backend=backend)
+    b, second = make(backend=backend)
+    assert a.grad is not None and b.grad is not None
+    a.grad, b.grad = torch._neg_view(a.grad), -b.grad
+    first.step()
+    second.step()
+    assert torch.equal(a, b)
+
+
+def freed(gradient: Tensor) -> Tensor:
+    gradient.untyped_storage().resize_(0)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(freed, id="freed storage"),
+        pytest.param(lambda g: torch._efficientzerotensor(g.shape), id="lazy zeros"),
+    ],
+)
+def test_gradient_without_storage_is_refused_by_name(broken: Any) -> None:
+    parameter, optimizer = make()
+    before = parameter.detach().clone()
+    assert parameter.grad is not None
+    parameter.grad = broken(parameter.grad)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*without storage"):
+        optimizer.step()
+    assert torch.equal(parameter, before) and not optimizer.state
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autograd_notices_that_a_step_changed_a_saved_parameter(backend: str) -> None:
+    parameter, optimizer = make(backend=backend)
+    other = nn.Parameter(torch.randn(4))
+    optimizer.add_param_group({"params": [other]})
+    loss, untouched = (parameter * parameter).sum(), (other * other).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    untouched.backward()  # had no gradient, so nothing happened to it
+
+
+def test_scales_of_another_layout_are_refused() -> None:
+    parameter, optimizer = make()
+    optimizer.step()
+    optimizer.state[parameter]["absmax1"] = torch.zeros(1).expand(32)
+    with pytest.raises(ValueError, match=r"absmax1.*contiguous float32"):
+        optimizer.step()
+
+
+def test_parameter_that_turned_float64_is_refused_before_anything_steps() -> None:
+    first, second = nn.Parameter(torch.ones(5000)), nn.Parameter(torch.ones(5000))
+    optimizer = bnb_fsdp.AdamW8bit([first, second])
+    second.data = second.data.double()
+    first.grad = torch.ones(5000)
+    second.grad = torch.ones(5000, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0.*torch\.float64 is not supported"):
+        optimizer.step()
+    assert bool((first == 1).all()) and not optimizer.state
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda o, m: o.param_groups[0].update(betas=(0.9,)), id="betas of one"),
+        pytest.param(lambda o, m: m.setenv("BNB_FSDP_NUM_THREADS", "x"), id="threads not a number"),
+    ],
+)
+def test_error_before_the_first_step_leaves_no_state(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = make()
+    spoil(optimizer, monkeypatch)
+    with pytest.raises((ValueError, IndexError)):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_optimizer_and_its_state_are_freed_without_the_garbage_collector() -> None:
+    parameter, optimizer = make()
+    optimizer.step()
+    alive = weakref.ref(optimizer.state[parameter]["state1"])
+    gc.disable()
+    try:
+        del optimizer
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("betas", [(0.9, 1 - 1e-9), (1 - 1e-9, 0.999)])
+def test_betas_that_are_one_in_float32_are_refused(betas: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="as a float32 too"):
+        make(betas=betas)
+
+
+def test_groups_may_be_taken_away_after_a_step() -> None:
+    parameter, optimizer = make()
+    other = nn.Parameter(torch.ones(10))
+    optimizer.add_param_group({"params": [other]})
+    optimizer.step()
+    optimizer.param_groups.pop()
+    optimizer.step()
+    assert int(optimizer.state[parameter]["step"]) == 2
+
+
+def test_overrides_in_a_group_are_refused() -> None:
+    parameter = nn.Parameter(torch.ones(10))
+    with pytest.raises(ValueError, match="overrides belong to the optimizer's constructor"):
+        bnb_fsdp.AdamW8bit([{"params": [parameter], "overrides": {"*": {"optim_bits": 32}}}])
+    optimizer = bnb_fsdp.AdamW8bit([parameter])
+    bnb_fsdp.AdamW8bit(optimizer.param_groups)  # groups of an optimizer are fine
+
+
+def test_parameters_appended_behind_overrides_are_reported() -> None:
+    parameter, extra = nn.Parameter(torch.ones(5000)), nn.Parameter(torch.ones(5000))
+    optimizer = bnb_fsdp.AdamW8bit([parameter], overrides={parameter: {"optim_bits": 32}})
+    optimizer.param_groups[0]["params"].append(extra)
+    extra.grad = torch.ones(5000)
+    with pytest.raises(ValueError, match="add_param_group"):
+        optimizer.step()
+
+
+def test_other_entries_in_a_parameters_state_are_left_alone() -> None:
+    parameter, optimizer = make()
+    optimizer.step()
+    optimizer.state[parameter]["note"] = "mine"
+    optimizer.step()
+    assert optimizer.state[parameter]["note"] == "mine" and int(optimizer.state[parameter]["step"]) == 2
+
+
+def test_state_replaced_by_a_plain_dict_still_loads() -> None:
+    parameter, optimizer = make()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.state = dict(optimizer.state)
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert int(optimizer.state[parameter]["step"]) == 2
+
+
+def test_paged_is_refused_with_a_reason_and_its_default_accepted() -> None:
+    make(is_paged=False)
+    with pytest.raises(ValueError, match=r"AdamW8bit\(is_paged=True\): this version has no paged"):
+        make(is_paged=True)
