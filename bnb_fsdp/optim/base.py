@@ -198,7 +198,7 @@ def _check_betas(where: str, betas: Any) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{where}: betas={betas!r} must be two numbers in [0, 1), such as (0.9, 0.999).")
     for beta in betas:
-        if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 <= float(beta):
+        if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 <= float(beta) < 1.0:
             raise ValueError(f"{where}: betas={betas!r}: each must be a number in [0, 1).")
         if not f32.scalar(float(beta)) < 1.0:  # the update is computed in float32
             raise ValueError(f"{where}: betas={betas!r}: each must be in [0, 1) as a float32 too.")
