@@ -124,6 +124,7 @@ def main() -> None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     dist.barrier()
+    time.sleep(0.2)  # see examples/common.py: gloo may deadlock otherwise
     dist.destroy_process_group()
 
 

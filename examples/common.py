@@ -161,6 +161,9 @@ def processes() -> Iterator[Process]:
     yield Process(dist.get_rank(), dist.get_world_size(), device)
     # Not in a finally: after an error on one rank the others never come to the barrier.
     dist.barrier()
+    # gloo's thread needs Python's lock to let go of the barrier's tensors. Destroying the group takes that lock and
+    # waits for the thread, for ever if it comes first (seen with torch 2.13): sleeping lets the thread go ahead.
+    time.sleep(0.2)
     dist.destroy_process_group()
 
 

@@ -52,6 +52,7 @@ def run(
         }
         if torch.cuda.device_count() < world_size:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # or fully_shard would take the GPUs that there are
+        results = [directory / f"result{rank}.pickle" for rank in range(world_size)]
         logs = [stack.enter_context((directory / f"out{rank}").open("w+")) for rank in range(world_size)]
         processes = [
             subprocess.Popen(
@@ -63,13 +64,12 @@ def run(
             for rank in range(world_size)
         ]
         try:
-            problem = _wait(processes, timeout)
+            problem = _wait(processes, results, timeout)
         finally:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        results = [directory / f"result{rank}.pickle" for rank in range(world_size)]
         # Judged by the results, not the exit status: gloo at times aborts after all work is done.
         if problem or not all(path.exists() for path in results):
             text = ""
@@ -82,15 +82,20 @@ def run(
         return [pickle.loads(path.read_bytes()) for path in results]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> str:
-    """Wait for all; as soon as one fails the others get a short while to end by themselves."""
+def _wait(processes: list[subprocess.Popen[bytes]], results: list[Path], timeout: float) -> str:
+    """Wait for all; as soon as one fails, or all have results, they get a short while to end by themselves."""
     deadline = time.monotonic() + timeout
-    failed = False
+    failed = done = False
     while any(process.poll() is None for process in processes):
         if not failed and any(process.poll() not in (None, 0) for process in processes):
             failed = True
             deadline = min(deadline, time.monotonic() + 10.0)
+        if not done and all(path.exists() for path in results):
+            done = True
+            deadline = min(deadline, time.monotonic() + 10.0)
         if time.monotonic() > deadline:
+            if done:
+                return ""
             return "a rank failed" if failed else f"not finished after {timeout:.0f} s"
         time.sleep(0.02)
     return ""
@@ -126,6 +131,7 @@ def _main() -> None:
     partial.write_bytes(pickle.dumps(result))
     partial.rename(directory / f"result{rank}.pickle")
     dist.barrier()
+    time.sleep(0.2)  # see examples/common.py: gloo may deadlock otherwise
     dist.destroy_process_group()
 
 

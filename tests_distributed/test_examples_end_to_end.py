@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torchrun
 
 import bnb_fsdp
 
@@ -32,21 +31,9 @@ def run(*command: str, timeout: float = 180) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(bnb_fsdp.__file__).parents[1]),
     }
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"no end after {timeout} s; it had printed:\n{output}")
-    assert process.returncode == 0, f"exit status {process.returncode}:\n{output}"
+    status, output = torchrun.run([sys.executable, *command], environment, timeout)
+    assert status is not None, f"no end after {timeout} s; it had printed:\n{output}"
+    assert status == 0, f"exit status {status}:\n{output}"
     return output
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchrun
 
 WORLD = 2
 LAUNCH_SECONDS = 240
@@ -229,6 +230,7 @@ def main(launch: str, out: Path) -> None:
     if failed:
         os._exit(1)
     torch.distributed.barrier()
+    time.sleep(0.2)  # see examples/common.py: gloo may deadlock otherwise
     torch.distributed.destroy_process_group()
 
 
@@ -250,22 +252,15 @@ def _launch(launch: str, out: Path) -> list[dict[str, Facts]]:
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
-    process = subprocess.run(
-        [*command, str(here), launch, str(out)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LAUNCH_SECONDS,
-    )
+    status, output = torchrun.run([*command, str(here), launch, str(out)], environment, LAUNCH_SECONDS)
     files = [out / f"rank{rank}.json" for rank in range(WORLD)]
     results = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     for rank, result in enumerate(results):
         for name, facts in result.items():
             if "error" in facts:
-                pytest.fail(f"rank {rank}, scenario {name!r}:\n{facts['error']}\n{process.stdout[-3000:]}")
+                pytest.fail(f"rank {rank}, scenario {name!r}:\n{facts['error']}\n{output[-3000:]}")
     if not all(results):
-        pytest.fail(f"no result; exit code {process.returncode}:\n{process.stdout[-6000:]}")
+        pytest.fail(f"no result; exit status {status}:\n{output[-6000:]}")
     return results
 
 
