@@ -108,10 +108,10 @@ class Plan:
     ) -> _Item | None:
         name = parameter_name(self._groups, index, position)
         values = self._state.get(parameter)
+        if not values and not parameter.requires_grad and parameter.grad is None:
+            return None  # frozen: no state, as long as it gets no gradient
         check_parameter(parameter, name)
         if not values:
-            if not parameter.requires_grad and parameter.grad is None:
-                return None  # frozen: no state, as long as it gets no gradient
             bits = state.decide(parameter, group, position).bits
             values = state.allocate(sharding.local(parameter).detach(), bits, self._rule)
             fresh[parameter] = values
