@@ -158,6 +158,16 @@ def test_neon_kernels_equal_plain_code_under_emulation(tmp_path: Path) -> None:
     assert output.startswith("neon: ") and output.endswith("values equal\n")
 
 
+def test_rules_compile_for_cuda_as_they_are(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc (CUDA toolkit)")
+    source = str(ROOT / "tests/native/rules_on_cuda.cu")
+    command = [nvcc, "-std=c++17", "-arch=sm_90", "-c", source, "-o", str(tmp_path / "rules.o")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_failure_raises_with_operation_dtype_and_message_and_changes_nothing() -> None:
     mine = slots(rules.ADAM, 8, torch.float32)
     before = [slot.parameter.clone() for slot in mine]
