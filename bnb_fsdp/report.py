@@ -150,8 +150,7 @@ def describe(optimizer: torch.optim.Optimizer) -> Description:
     for index, group in enumerate(found.param_groups):
         for position, parameter in enumerate(group["params"]):
             values = found.state.get(parameter)
-            # As in the plan: frozen parameters get no state as long as they get no gradient.
-            if not values and not parameter.requires_grad and parameter.grad is None:
+            if state.is_frozen(parameter, values):
                 frozen += 1
             else:
                 rows.append(_row(group, index, position, values or {}, sizes, names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,11 @@ def blocks(numel: int) -> int:
 def absmax_key(state_key: str) -> str:
     """``state1`` -> ``absmax1``."""
     return state_key.replace("state", "absmax")
+
+
+def is_frozen(parameter: Tensor, values: Mapping[str, Any] | None) -> bool:
+    """Whether ``parameter``, whose state is ``values``, gets no state: frozen, and without a gradient all the same."""
+    return not values and not parameter.requires_grad and parameter.grad is None
 
 
 def keys(rule: Rule, bits: int) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -80,21 +81,26 @@ def excess(a: Tensor, b: Tensor, lr: float) -> float:
     return float(((x - y).abs() - 2 * eps * torch.maximum(x.abs(), y.abs()) - 1e-4 * lr).max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CLASSES)
-def test_first_step_agrees_with_bitsandbytes_kernels(name: str, dtype: str) -> None:
-    """State moments hold no approximate operation, so scales and 32-bit states must be bit-equal; what passes through
-    bitsandbytes' approximate reciprocal (codes, parameters) may differ by one unit in the last place, rarely."""
+def beside_bitsandbytes(name: str, dtype: str, steps: int) -> Iterator[tuple[Tensor, Any, Tensor, Any]]:
+    """(parameter, state, their parameter, their state) after the same steps with the class of either package."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     ours, theirs = parameters(DTYPES[dtype], "cuda"), parameters(DTYPES[dtype], "cuda")
     optimizer = getattr(bnb_fsdp, name)(ours, **CLASSES[name])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = getattr(bitsandbytes.optim, name)(theirs, **CLASSES[name])
-        run(reference, theirs, 1)
-    run(optimizer, ours, 1)
+        run(reference, theirs, steps)
+    run(optimizer, ours, steps)
     for p, q in zip(ours, theirs):
-        mine, other = optimizer.state[p], reference.state[q]
+        yield p, optimizer.state[p], q, reference.state[q]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_first_step_agrees_with_bitsandbytes_kernels(name: str, dtype: str) -> None:
+    """State moments hold no approximate operation, so scales and 32-bit states must be bit-equal; what passes through
+    bitsandbytes' approximate reciprocal and power (codes, parameters) may differ a little: see `excess`."""
+    for p, mine, q, other in beside_bitsandbytes(name, dtype, 1):
         for key in [k for k in ("absmax1", "absmax2", "state1", "state2") if k in mine]:
             if mine[key].dtype == torch.float32:
                 assert torch.equal(mine[key], other[key]), f"{key} of {p.numel()}"
@@ -107,14 +113,6 @@ def test_first_step_agrees_with_bitsandbytes_kernels(name: str, dtype: str) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["AdamW32bit", "Lion32bit"])
 def test_32_bit_states_stay_equal_to_bitsandbytes_over_steps(name: str, dtype: str) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    ours, theirs = parameters(DTYPES[dtype], "cuda"), parameters(DTYPES[dtype], "cuda")
-    optimizer = getattr(bnb_fsdp, name)(ours, **CLASSES[name])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reference = getattr(bitsandbytes.optim, name)(theirs, **CLASSES[name])
-        run(reference, theirs)
-    run(optimizer, ours)
-    for p, q in zip(ours, theirs):
-        for key in [k for k in ("state1", "state2") if k in optimizer.state[p]]:
-            assert torch.equal(optimizer.state[p][key], reference.state[q][key]), f"{key} of {p.numel()}"
+    for p, mine, _, other in beside_bitsandbytes(name, dtype, STEPS):
+        for key in [k for k in ("state1", "state2") if k in mine]:
+            assert torch.equal(mine[key], other[key]), f"{key} of {p.numel()}"

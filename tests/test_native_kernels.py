@@ -46,15 +46,25 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     choose(before.encode())
 
 
+def slot(name: str, group: int, parameter: Tensor, rule: Rule, bits: int) -> Slot:
+    values = state.allocate(parameter, bits, rule)
+    absmax = tuple(values[state.absmax_key(key)] for key in rule.states) if bits == 8 else ()
+    return Slot(name, group, parameter, tuple(values[key] for key in rule.states), absmax, values["step"])
+
+
 def slots(rule: Rule, bits: int, dtype: torch.dtype) -> list[Slot]:
     result = []
     for index, size in enumerate(SIZES):
         parameter = torch.randn(size, generator=torch.Generator().manual_seed(index)).to(dtype)
-        values = state.allocate(parameter, bits, rule)
-        absmax = tuple(values[state.absmax_key(key)] for key in rule.states) if bits == 8 else ()
-        states = tuple(values[key] for key in rule.states)
-        result.append(Slot(f"p{index}", index % 2, parameter, states, absmax, values["step"]))
+        result.append(slot(f"p{index}", index % 2, parameter, rule, bits))
     return result
+
+
+def adam8_bucket(parameter: Tensor) -> tuple[Slot, cpu.CpuBucket]:
+    """A float32 parameter alone in a bucket with 8-bit Adam state."""
+    alone = slot("p", 0, parameter, rules.ADAM, 8)
+    key = BucketKey("adam", 8, torch.float32, torch.float32, torch.device("cpu"))
+    return alone, cpu.CpuBackend().bucket(key, rules.ADAM, [alone])
 
 
 def gradient(size: int, step: int, dtype: torch.dtype, special: bool) -> Tensor:
@@ -209,14 +219,10 @@ def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyP
     for count in (1, threads):
         monkeypatch.setenv(cpu.THREADS_VARIABLE, str(count))
         parameter = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
-        values = state.allocate(parameter, 8, rules.ADAM)
-        slot = Slot("p", 0, parameter, (values["state1"], values["state2"]), (values["absmax1"], values["absmax2"]),
-                    values["step"])  # fmt: skip
-        key = BucketKey("adam", 8, torch.float32, torch.float32, torch.device("cpu"))
-        bucket = cpu.CpuBackend().bucket(key, rules.ADAM, [slot])
+        alone, bucket = adam8_bucket(parameter)
         for step in range(20):
             bucket.run([gradient(300_001, step, torch.float32, False)], GROUPS)
-        results.append([parameter, *slot.states, *slot.absmax])
+        results.append([parameter, *alone.states, *alone.absmax])
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
@@ -225,13 +231,8 @@ def test_optimizers_in_several_threads_take_turns(monkeypatch: pytest.MonkeyPatc
     g = gradient(200_000, 0, torch.float32, False)
 
     def train(out: list[Tensor]) -> None:
-        slot_list = slots(rules.ADAM, 8, torch.float32)[-1:]
         parameter = torch.zeros(200_000)
-        values = state.allocate(parameter, 8, rules.ADAM)
-        slot_list = [Slot("p", 0, parameter, (values["state1"], values["state2"]),
-                          (values["absmax1"], values["absmax2"]), values["step"])]  # fmt: skip
-        key = BucketKey("adam", 8, torch.float32, torch.float32, torch.device("cpu"))
-        bucket = cpu.CpuBackend().bucket(key, rules.ADAM, slot_list)
+        _, bucket = adam8_bucket(parameter)
         for _ in range(20):
             bucket.run([g], GROUPS)
         out.append(parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -73,10 +74,11 @@ def textbook(
     return (p - update) * (1 - h.lr * h.weight_decay), m, v
 
 
-@every_rule
-@every_dtype
-def test_32_bit_step_is_the_textbook_formula(rule: Rule, dtype: torch.dtype) -> None:
-    trial = Trial(rule, 32, normal(N, 0, dtype))
+def steps_beside_textbook(
+    rule: Rule, dtype: torch.dtype, bits: int
+) -> Iterator[tuple[Trial, tuple[Tensor, ...]]]:
+    """Five steps; after each the trial, its parameter compared, and the states that the formula gives."""
+    trial = Trial(rule, bits, normal(N, 0, dtype))
     for step in range(1, 6):
         gradient = normal(N, step, dtype)
         wanted = textbook(rule, HYPER[rule.name], step, gradient, trial.parameter, trial.values())
@@ -88,26 +90,22 @@ def test_32_bit_step_is_the_textbook_formula(rule: Rule, dtype: torch.dtype) -> 
             rtol=2 * torch.finfo(dtype).eps,
             atol=2 * torch.finfo(dtype).eps,
         )
-        for found, value in zip(trial.values(), wanted[1:]):
+        yield trial, wanted[1:]
+
+
+@every_rule
+@every_dtype
+def test_32_bit_step_is_the_textbook_formula(rule: Rule, dtype: torch.dtype) -> None:
+    for trial, states in steps_beside_textbook(rule, dtype, 32):
+        for found, value in zip(trial.values(), states):
             torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-7)
 
 
 @every_rule
 @every_dtype
 def test_8_bit_step_is_the_textbook_formula_on_its_quantized_states(rule: Rule, dtype: torch.dtype) -> None:
-    trial = Trial(rule, 8, normal(N, 0, dtype))
-    for step in range(1, 6):
-        gradient = normal(N, step, dtype)
-        wanted = textbook(rule, HYPER[rule.name], step, gradient, trial.parameter, trial.values())
-        trial.run(gradient)
-        # Three roundings to the parameter's dtype, Lion's lr included.
-        torch.testing.assert_close(
-            trial.parameter.double(),
-            wanted[0],
-            rtol=2 * torch.finfo(dtype).eps,
-            atol=2 * torch.finfo(dtype).eps,
-        )
-        for code, scale, value, signed in zip(trial.states, trial.absmax, wanted[1:], rule.signed):
+    for trial, states in steps_beside_textbook(rule, dtype, 8):
+        for code, scale, value, signed in zip(trial.states, trial.absmax, states, rule.signed):
             assert_quantized(value, code, scale, signed)
 
 

@@ -72,9 +72,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         params = group["params"]
         if not isinstance(params, (Tensor, set)):
             group["params"] = params = list(params)
-        where = f"{type(self).__name__}, group {len(self.param_groups)}"
         self._check_group({**self.defaults, **group}, len(self.param_groups))
-        check_group_overrides(where, {**self.defaults, **group})
         before = len(self.param_groups)
         super().add_param_group(group)
         try:
@@ -99,6 +97,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if group["optim_bits"] not in state.OPTIM_BITS:
             raise ValueError(f"{where}: optim_bits={group['optim_bits']!r}; choose 8 or 32.")
         check_minimum(where, group["min_8bit_size"])
+        check_group_overrides(where, group)
 
     def hyper(self, group: dict[str, Any]) -> Hyper:
         """The group's hyperparameters as plain floats."""

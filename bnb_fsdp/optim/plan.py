@@ -39,10 +39,12 @@ class _Item:
         "probes", "shard", "state", "tensors",
     )  # fmt: skip
 
-    def __init__(self, parameter: Tensor, name: str, values: dict[str, Any], keys: Sequence[str]) -> None:
+    def __init__(
+        self, parameter: Tensor, name: str, shard: Tensor, values: dict[str, Any], keys: Sequence[str]
+    ) -> None:
         self.parameter = parameter
         self.name = name
-        self.shard = sharding.local(parameter).detach()
+        self.shard = shard
         self.layout = (self.shard.shape, self.shard.stride())
         self.dtype = self.shard.dtype
         self.device = self.shard.device
@@ -108,17 +110,16 @@ class Plan:
     ) -> _Item | None:
         name = parameter_name(self._groups, index, position)
         values = self._state.get(parameter)
-        if not values and not parameter.requires_grad and parameter.grad is None:
-            return None  # frozen: no state, as long as it gets no gradient
+        if state.is_frozen(parameter, values):
+            return None
         check_parameter(parameter, name)
+        shard = sharding.local(parameter).detach()
         if not values:
             bits = state.decide(parameter, group, position).bits
-            values = state.allocate(sharding.local(parameter).detach(), bits, self._rule)
-            fresh[parameter] = values
-        shard = sharding.local(parameter).detach()
+            values = fresh[parameter] = state.allocate(shard, bits, self._rule)
         state.check_shapes(name, shard, values, self._rule)
         bits = state.bits_of(values)
-        item = _Item(parameter, name, values, state.keys(self._rule, bits))
+        item = _Item(parameter, name, shard, values, state.keys(self._rule, bits))
         gradient = parameter.grad
         key = BucketKey(
             self._rule.name,
@@ -170,7 +171,7 @@ class Plan:
                 return False
             for parameter, item in zip(group["params"], row):
                 if item is None:
-                    if parameter.grad is not None or parameter.requires_grad:
+                    if not state.is_frozen(parameter, None):
                         return False
                     continue
                 if parameter is not item.parameter or not item.is_current(state_of(parameter)):

@@ -72,6 +72,15 @@ const float* gradients(const void* gradient, int64_t offset, int dtype, float* b
   }
 }
 
+// The last n < kBlock gradients as kBlock float32, zeros behind them.
+const float* tail_gradients(const void* gradient, int64_t offset, size_t n, int dtype,
+                            unsigned char (&raw)[4 * kBlock], float* buffer) {
+  const size_t size = size_of(dtype);
+  memset(raw, 0, sizeof raw);
+  memcpy(raw, static_cast<const char*>(gradient) + offset * static_cast<int64_t>(size), n * size);
+  return gradients(raw, 0, dtype, buffer);
+}
+
 // Brings data that is needed soon to the cache, a line at a time: hardware prefetchers lose the streams to the
 // buffers used in between, and a burst of requests would stall.
 constexpr int64_t kAhead = 2 * kBlock;
@@ -106,7 +115,9 @@ void update_block(const typename Rule::Scalars& k, const float* g, typename Memo
   constexpr int lanes = kGroup / Lane::width;
   Bits largest_bits[Rule::states];
   Lane scale[Rule::states];
+  const Codebook* books[Rule::states];
   for (int s = 0; s < Rule::states; ++s) {
+    books[s] = &codebook(Rule::is_signed(s));
     largest_bits[s] = no_bits();
     scale[s] = Lane(*block.absmax[s]);
   }
@@ -115,9 +126,9 @@ void update_block(const typename Rule::Scalars& k, const float* g, typename Memo
     for (int s = 0; s < Rule::states; ++s) {
       prefetch(block.codes[s], i);
       if (Rule::is_signed(s))
-        decode_group<true>(codebook(true), block.codes[s] + i, scale[s], states[s]);
+        decode_group<true>(*books[s], block.codes[s] + i, scale[s], states[s]);
       else
-        decode_group<false>(codebook(false), block.codes[s] + i, scale[s], states[s]);
+        decode_group<false>(*books[s], block.codes[s] + i, scale[s], states[s]);
     }
     for (int lane = 0; lane < lanes; ++lane) {
       const int at = i + lane * Lane::width;
@@ -143,13 +154,12 @@ void update_block(const typename Rule::Scalars& k, const float* g, typename Memo
 template <class Rule, class P>
 void tail8(const typename Rule::Scalars& k, const void* gradient, int64_t begin, int n, int gradient_dtype,
            typename Memory<P>::type* p, Updated<Rule>& block) {
-  alignas(64) unsigned char g_raw[4 * kBlock] = {};
+  alignas(64) unsigned char g_raw[4 * kBlock];
   alignas(64) float buffer[kBlock];
   alignas(64) typename Memory<P>::type p_copy[kBlock] = {};
   alignas(64) uint8_t code_copies[Rule::states][kBlock];
   uint8_t* codes[Rule::states];
-  const size_t size = size_of(gradient_dtype);
-  memcpy(g_raw, static_cast<const char*>(gradient) + begin * static_cast<int64_t>(size), n * size);
+  const float* g = tail_gradients(gradient, begin, n, gradient_dtype, g_raw, buffer);
   memcpy(p_copy, p, n * sizeof *p);
   for (int s = 0; s < Rule::states; ++s) {
     memset(code_copies[s], Rule::is_signed(s) ? 128 : 0, kBlock);
@@ -157,7 +167,7 @@ void tail8(const typename Rule::Scalars& k, const void* gradient, int64_t begin,
     codes[s] = block.codes[s];
     block.codes[s] = code_copies[s];
   }
-  update_block<Rule, P>(k, gradients(g_raw, 0, gradient_dtype, buffer), p_copy, block);
+  update_block<Rule, P>(k, g, p_copy, block);
   encode_block(block);
   memcpy(p, p_copy, n * sizeof *p);
   for (int s = 0; s < Rule::states; ++s) memcpy(codes[s], code_copies[s], n);
@@ -212,18 +222,18 @@ void run32(const Range& range, int gradient_dtype) {
       block32<Rule, P>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, values);
       continue;
     }
-    const size_t n = static_cast<size_t>(range.end - begin), size = size_of(gradient_dtype);
-    alignas(64) unsigned char g_raw[4 * kBlock] = {};
+    const size_t n = static_cast<size_t>(range.end - begin);
+    alignas(64) unsigned char g_raw[4 * kBlock];
     alignas(64) float state_copies[Rule::states][kBlock] = {};
     alignas(64) typename Memory<P>::type p_copy[kBlock] = {};
     float* copies[Rule::states];
-    memcpy(g_raw, static_cast<const char*>(range.gradient) + begin * static_cast<int64_t>(size), n * size);
+    const float* g = tail_gradients(range.gradient, begin, n, gradient_dtype, g_raw, buffer);
     memcpy(p_copy, p, n * sizeof *p);
     for (int s = 0; s < Rule::states; ++s) {
       copies[s] = state_copies[s];
       memcpy(copies[s], values[s], n * sizeof(float));
     }
-    block32<Rule, P>(k, gradients(g_raw, 0, gradient_dtype, buffer), p_copy, copies);
+    block32<Rule, P>(k, g, p_copy, copies);
     memcpy(p, p_copy, n * sizeof *p);
     for (int s = 0; s < Rule::states; ++s) memcpy(values[s], copies[s], n * sizeof(float));
   }
