@@ -50,6 +50,11 @@ def mul(a: Tensor, b: Operand) -> Tensor:
     return _narrow(_wide(a) * _wide(b))
 
 
+def add(a: Tensor, b: Operand) -> Tensor:
+    """``a + b``."""
+    return _narrow(_wide(a) + _wide(b))
+
+
 def sub(a: Tensor, b: Operand) -> Tensor:
     """``a - b``."""
     return _narrow(_wide(a) - _wide(b))

@@ -15,6 +15,11 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from .backends.gather import Sharding
+
+ATTRIBUTES = Sharding(DTensor, "_local_tensor", "_spec", ("device_mesh", "placements", "shape"))
+"""For the native look at parameters and gradients: `local` and `same_layout` in attributes."""
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor (of any placement)."""

@@ -67,13 +67,18 @@ def keys(rule: Rule, bits: int) -> tuple[str, ...]:
     return ("step", *rule.states, *scales)
 
 
-def allocate(shard: Tensor, bits: int, rule: Rule) -> dict[str, Tensor]:
+def step_device(shard: Tensor, capturable: bool) -> torch.device:
+    """Where a parameter's step count lives: on its CUDA device if a CUDA graph shall advance it, else on the CPU."""
+    return shard.device if capturable and shard.device.type == "cuda" else torch.device("cpu")
+
+
+def allocate(shard: Tensor, bits: int, rule: Rule, capturable: bool = False) -> dict[str, Tensor]:
     """Zero state of one local shard: plain tensors on its device, also for an empty shard.
 
     8-bit: ``stateN`` uint8 of the shard's shape and strides, ``absmaxN`` float32 of ``(ceil(numel/256),)``.
-    32-bit: ``stateN`` float32 of the shard's shape and strides. ``step``: float32 scalar on the CPU.
+    32-bit: ``stateN`` float32 of the shard's shape and strides. ``step``: float32 scalar, see `step_device`.
     """
-    state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
+    state = {"step": torch.zeros((), dtype=torch.float32, device=step_device(shard, capturable))}
     dtype = torch.uint8 if bits == 8 else torch.float32
     for key in rule.states:
         state[key] = torch.zeros_like(shard, dtype=dtype, requires_grad=False)
@@ -135,7 +140,11 @@ def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) ->
     if (
         not isinstance(step, Tensor)
         or step.dtype != torch.float32
-        or step.device.type != "cpu"
+        or step.device not in (torch.device("cpu"), shard.device)
         or step.numel() != 1
     ):
-        raise ValueError(f"{name}: step must be a float32 scalar tensor on the CPU, got {step!r}.")
+        kind = f"{step.dtype} on {step.device}" if isinstance(step, Tensor) else repr(step)
+        raise ValueError(
+            f"{name}: step must be a float32 scalar tensor on the CPU (with capturable=True on {shard.device}), "
+            f"got {kind}."
+        )

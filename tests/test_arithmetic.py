@@ -122,11 +122,12 @@ def test_fma_takes_numbers_in_every_place() -> None:
     ("function", "reference"),
     [
         (lambda a, b: f32.mul(a, b), lambda a, b: a * b),
+        (lambda a, b: f32.add(a, b), lambda a, b: a + b),
         (lambda a, b: f32.sub(a, b), lambda a, b: a - b),
         (lambda a, b: f32.rcp(a), lambda a, b: np.float32(1) / a),
         (lambda a, b: f32.sqrt(a), lambda a, b: np.sqrt(a)),
     ],
-    ids=["mul", "sub", "rcp", "sqrt"],
+    ids=["mul", "add", "sub", "rcp", "sqrt"],
 )
 def test_an_operation_is_ieee_with_inputs_and_outputs_flushed(function, reference) -> None:  # type: ignore[no-untyped-def]
     rng = np.random.default_rng(2)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = (0, 1, 3, 255, 256, 257, 4095, 4096, 4097, 3 * 8192 + 5)
 GROUPS = (
-    Hyper(1e-3, 0.9, 0.999, eps=1e-8, weight_decay=0.01),
-    Hyper(3e-3, 0.95, 0.99, eps=1e-6, weight_decay=0.0),
+    Hyper(1e-3, 0.9, 0.999, 0.9999, alpha=5.0, eps=1e-8, weight_decay=0.01),
+    Hyper(3e-3, 0.95, 0.99, 0.9, alpha=2.0, eps=1e-6, weight_decay=0.0, update_scale=0.37),
 )
 X86_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 # instruction set -> lanes, compiler flags
@@ -37,13 +38,15 @@ INSTRUCTION_SETS = {
 }
 
 
-@pytest.fixture(params=cpu.instruction_sets())
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+@contextmanager
+def using(instruction_set: str) -> Iterator[None]:
     choose = native.load("cpu").checked("bnb_fsdp_cpu_set_isa", ctypes.c_char_p)
     before = cpu.instruction_set()
-    choose(request.param.encode())
-    yield request.param
-    choose(before.encode())
+    choose(instruction_set.encode())
+    try:
+        yield
+    finally:
+        choose(before.encode())
 
 
 def slot(name: str, group: int, parameter: Tensor, rule: Rule, bits: int) -> Slot:
@@ -56,6 +59,7 @@ def slots(rule: Rule, bits: int, dtype: torch.dtype) -> list[Slot]:
     result = []
     for index, size in enumerate(SIZES):
         parameter = torch.randn(size, generator=torch.Generator().manual_seed(index)).to(dtype)
+        parameter[::77] = -0.0
         result.append(slot(f"p{index}", index % 2, parameter, rule, bits))
     return result
 
@@ -91,30 +95,51 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool((equal | (torch.isnan(a) & torch.isnan(b))).all())
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["ordinary", "nan_inf_zero_subnormal"])
-@pytest.mark.parametrize("gradient_dtype", DTYPES)
-@pytest.mark.parametrize("parameter_dtype", DTYPES)
+CASES = {
+    "ordinary": (GROUPS, False),
+    "nan_inf_zero_subnormal": (GROUPS, True),
+    "skip_zeros": (tuple(group._replace(skip_zeros=True) for group in GROUPS), True),
+}
+# Each pair of dtypes; those of mixed dtypes, which differ in reading the gradient alone, with one case.
+DTYPES_AND_CASES = [
+    (parameter, gradient, case)
+    for parameter in DTYPES
+    for gradient in DTYPES
+    for case in (CASES if parameter == gradient else ["nan_inf_zero_subnormal"])
+]
+
+
+@pytest.mark.parametrize(("parameter_dtype", "gradient_dtype", "case"), DTYPES_AND_CASES)
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("rule", list(rules.RULES.values()), ids=lambda rule: rule.name)
-def test_parameters_and_states_equal_the_rules_bit_for_bit(
-    instruction_set: str, rule: Rule, bits: int, parameter_dtype: str, gradient_dtype: str, special: bool
+def test_parameters_and_states_equal_the_rules_bit_for_bit_in_every_instruction_set(
+    rule: Rule, bits: int, parameter_dtype: str, gradient_dtype: str, case: str
 ) -> None:
     dtype, g_dtype = DTYPES[parameter_dtype], DTYPES[gradient_dtype]
+    groups, special = CASES[case]
     key = BucketKey(rule.name, bits, dtype, g_dtype, torch.device("cpu"))
-    mine, expected = slots(rule, bits, dtype), slots(rule, bits, dtype)
-    kernels = cpu.CpuBackend().bucket(key, rule, mine)
-    oracle = TorchBackend().bucket(key, rule, expected)
-    for step in range(3):
-        gradients: list[Tensor | None] = [gradient(size, step, g_dtype, special) for size in SIZES]
-        if step == 1:
-            gradients[3] = None
-        kernels.run(gradients, GROUPS)
-        oracle.run(gradients, GROUPS)
-    for a, b in zip(mine, expected):
-        assert float(a.step) == float(b.step) == (2 if a.name == "p3" else 3)
-        assert same_bits(a.parameter, b.parameter), f"parameter of {a.parameter.numel()}"
-        for x, y in zip((*a.states, *a.absmax), (*b.states, *b.absmax)):
-            assert same_bits(x, y), f"state of {a.parameter.numel()}"
+
+    def run(backend: cpu.CpuBackend | TorchBackend) -> list[list[Tensor]]:
+        """After each step, copies of everything."""
+        stepped, copies = slots(rule, bits, dtype), []
+        bucket = backend.bucket(key, rule, stepped)
+        for step in range(3):
+            gradients: list[Tensor | None] = [gradient(size, step, g_dtype, special) for size in SIZES]
+            if step == 1:
+                gradients[3] = None
+            bucket.run(gradients, groups)
+            everything = [x for s in stepped for x in (s.step, s.parameter, *s.states, *s.absmax)]
+            copies.append([x.clone() for x in everything])
+        assert [float(s.step) for s in stepped] == [3, 3, 3, 2, 3, 3, 3, 3, 3, 3]
+        return copies
+
+    expected = run(TorchBackend())
+    for instruction_set in cpu.instruction_sets():
+        with using(instruction_set):
+            mine = run(cpu.CpuBackend())
+        for step, (found, wanted) in enumerate(zip(mine, expected)):
+            for index, (a, b) in enumerate(zip(found, wanted)):
+                assert same_bits(a, b), f"{instruction_set}, step {step}, tensor {index} of {len(found)}"
 
 
 @pytest.mark.parametrize("signed", [True, False])

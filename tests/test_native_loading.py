@@ -32,14 +32,14 @@ entries = (native.TensorEntry * 1)(entry)
 gradients = (ctypes.c_void_p * 1)(address(gradient))
 hypers = (native.Hyper * 1)(native.Hyper(0.1, 0.9, 0.999, 0, 0, 1e-8, 0.0))
 call = library.checked("bnb_fsdp_cpu_step", ctypes.c_char_p, *[ctypes.c_int] * 3, *[ctypes.c_void_p] * 2,
-                       ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
-call(b"adam", 8, 0, 0, entries, gradients, 1, hypers, 1, 1, 0)
+                       ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int] * 2)
+call(b"adam", 8, 0, 0, entries, gradients, 1, hypers, 1, None, 1, 0)
 assert step[0] == 1.0
 # The first Adam step has the size of lr, whatever the gradient.
 assert all(math.isclose(value, 0.9, rel_tol=1e-5) for value in parameter), parameter[:3]
 assert all(math.isclose(scale, 0.05, rel_tol=1e-6) for scale in scales[0])
 try:
-    call(b"nothing", 8, 0, 0, entries, gradients, 1, hypers, 1, 1, 0)
+    call(b"nothing", 8, 0, 0, entries, gradients, 1, hypers, 1, None, 1, 0)
 except RuntimeError as error:
     assert "no kernel for rule nothing" in str(error)
 else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class BucketKey(NamedTuple):
     parameter_dtype: torch.dtype
     gradient_dtype: torch.dtype
     device: torch.device
+    steps_on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,22 @@ class Bucket(Protocol):
 
         A gradient has its parameter's shape and strides. Works on the device's current stream; raises
         RuntimeError with operation, device, dtype and cause if the native code reports a failure.
+        """
+
+
+@runtime_checkable
+class PointerBucket(Bucket, Protocol):
+    """A bucket that can also take the gradients as addresses, which spares the step a look at each in Python."""
+
+    def run_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> None:
+        """As `run`, with the gradients' addresses.
+
+        ``pointers`` is the address of one uint64 in host memory for each slot, in the order of the slots: 0 where
+        there is no gradient, 1 for an empty gradient (never to be read), else where the first element of a gradient of
+        the bucket's dtype and device lies, with its parameter's shape and strides. Both the array and the gradients are
+        alive during the call alone; the array is rewritten by the next step. What is queued on the device's current
+        stream before the call returns may still read the gradients, as with any operator: the caching allocator hands
+        their memory on in the order of that stream. Work on other streams must be ordered with it by the bucket.
         """
 
 

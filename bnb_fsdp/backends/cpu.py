@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..rules import Hyper, Rule
+from ..rules import Hyper, Rule, read_rate
 from . import forked, native
 from .base import BucketKey, Slot
 
@@ -31,11 +31,11 @@ def thread_budget() -> int:
         if not given.isdecimal() or int(given) < 1:
             raise ValueError(f"{THREADS_VARIABLE}={given!r} must be a positive integer.")
         return int(given)
-    everything = os.cpu_count() or 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everything
+    share = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    # A launcher that binds ranks to cores has divided them already.
-    share = cores // max(1, int(ranks)) if ranks.isdecimal() and cores == everything else cores
+    # A launcher that binds ranks to cores has divided them already. (Counting all cores reads a file: 6 microseconds.)
+    if ranks.isdecimal() and int(ranks) > 1 and share == (os.cpu_count() or 1):
+        share //= int(ranks)
     return max(1, min(torch.get_num_threads(), share))
 
 
@@ -79,13 +79,26 @@ class CpuBucket:
             ctypes.c_int64,
             ctypes.c_void_p,
             ctypes.c_int64,
+            ctypes.c_void_p,
             *[ctypes.c_int] * 2,
         )
+
+    def _scales(self, hypers: Sequence[Hyper]) -> ctypes.Array[ctypes.c_float] | None:
+        """Each tensor's update scale, None where all are 1."""
+        if all(hyper.update_scale == 1.0 for hyper in hypers):
+            return None
+        scales = (hypers[slot.group].update_scale for slot in self._slots)
+        return (ctypes.c_float * len(self._slots))(*scales)
 
     def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
         # An empty shard's gradient has no storage; 1 says that there is one, and is never read.
         pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
-        table = (native.Hyper * len(hypers))(*(native.Hyper(*hyper) for hyper in hypers))
+        self.run_pointers(pointers.buffer_info()[0], hypers)
+
+    def run_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> None:
+        table = (native.Hyper * len(hypers))(
+            *(native.Hyper(*hyper[:7], int(hyper.skip_zeros)) for hyper in map(read_rate, hypers))
+        )
         key = self._key
         threads = thread_budget()
         status = self._step(
@@ -94,10 +107,11 @@ class CpuBucket:
             _DTYPES[key.parameter_dtype],
             _DTYPES[key.gradient_dtype],
             self._entries,
-            pointers.buffer_info()[0],
+            pointers,
             len(self._entries),
             table,
             len(hypers),
+            self._scales(hypers),
             threads,
             int(threads <= torch.get_num_threads() and not forked()),
         )

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_STATES = 3
 DIRECTORY_VARIABLE = "BNB_FSDP_LIBRARY_PATH"
 
@@ -23,8 +23,11 @@ class Hyper(ctypes.Structure):
     """``bnb_fsdp_hyper`` of csrc/c_api.h."""
 
     _fields_ = [
-        (name, ctypes.c_float)
-        for name in ("lr", "beta1", "beta2", "beta3", "alpha", "eps", "weight_decay", "reserved")
+        *(
+            (name, ctypes.c_float)
+            for name in ("lr", "beta1", "beta2", "beta3", "alpha", "eps", "weight_decay")
+        ),
+        ("flags", ctypes.c_int32),
     ]
 
 

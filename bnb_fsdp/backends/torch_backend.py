@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codebook import BLOCK_SIZE
-from ..rules import Hyper, Rule, step8, step32
+from ..rules import Hyper, Rule, read_rate, step8, step32
 from .base import BucketKey, Slot
 
 # The rules hold about a dozen float64 temporaries a lane; this bounds them to some 400 MB.
@@ -31,6 +31,7 @@ class TorchBucket:
 
     @torch.no_grad()
     def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
+        hypers = [read_rate(hyper) for hyper in hypers]
         for slot, gradient in zip(self.slots, gradients):
             if gradient is None:
                 continue

@@ -45,15 +45,18 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         min_8bit_size: int,
         overrides: Overrides | None,
         backend: str | None,
+        capturable: bool = False,
     ) -> None:
         self._backend = backends.check_name(backend)
         self._overrides = check_overrides(overrides)
         self._plan: Plan | None = None
+        self._captured: list[backends.Bucket] = []
         defaults = {
             **defaults,
             "optim_bits": optim_bits,
             "min_8bit_size": min_8bit_size,
             "overrides": [],
+            "capturable": capturable,
             "format": FORMAT,
         }
         super().__init__(params, defaults)
@@ -84,7 +87,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         except Exception:
             del self.param_groups[before:]
             raise
-        self._plan = None
+        self._drop_plan()
 
     def _check_group(self, group: dict[str, Any], index: int) -> None:
         where = f"{type(self).__name__}, group {index}"
@@ -96,18 +99,23 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 _check_number(where, key, group[key])
         if group["optim_bits"] not in state.OPTIM_BITS:
             raise ValueError(f"{where}: optim_bits={group['optim_bits']!r}; choose 8 or 32.")
+        if not isinstance(group["capturable"], bool):
+            raise ValueError(f"{where}: capturable={group['capturable']!r}; choose True or False.")
         check_minimum(where, group["min_8bit_size"])
         check_group_overrides(where, group)
 
     def hyper(self, group: dict[str, Any]) -> Hyper:
-        """The group's hyperparameters as plain floats."""
+        """The group's hyperparameters as plain floats; a learning rate on a CUDA device stays there, unread."""
         betas = group.get("betas", (0.0, 0.0))
+        lr = group["lr"]
+        rate = lr if isinstance(lr, Tensor) and lr.device.type == "cuda" else None
         return Hyper(
-            lr=float(group["lr"]),
+            lr=math.nan if rate is not None else float(lr),
             beta1=float(betas[0]),
             beta2=float(betas[1]),
             eps=float(group.get("eps", 0.0)),
             weight_decay=float(group.get("weight_decay", 0.0)),
+            rate=rate,
         )
 
     @torch.no_grad()
@@ -132,7 +140,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def _new_plan(self) -> Plan:
         """A plan that holds this step's gradients; if they are refused, nothing is left of it."""
-        self._plan = None
+        self._drop_plan()
         plan = Plan(self)
         try:
             if plan.gather(self):
@@ -143,6 +151,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         except Exception:
             plan.discard_fresh_state()
             raise
+
+    def _drop_plan(self) -> None:
+        if self._plan is not None:
+            self._captured += self._plan.captured()
+        self._plan = None
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`, with the state as uint8 and float32 tensors.
@@ -155,14 +168,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned; dtypes are kept, and nothing changes if anything does not fit."""
         checkpoint.load(self, state_dict)
-        self._plan = None
+        self._drop_plan()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_backend": self._backend, "_overrides": self._overrides}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
+        if "_captured" not in vars(self):  # unpickled or copied
+            self._plan, self._captured = None, []
+        self._drop_plan()
 
 
 def fixed(owner: str, **values: tuple[Any, Any]) -> None:

@@ -30,7 +30,8 @@ class Lion(BlockwiseOptimizer):
         min_8bit_size: parameters with fewer elements (of the global tensor) keep 32-bit state.
         is_paged: must be False: this version has no paged state.
         overrides: ``{name pattern or parameter: {"optim_bits": ..., "min_8bit_size": ...}}``.
-        backend: "auto", "cpu" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
+        backend: "auto", "cpu", "cuda" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
+        capturable: keep step counts on the CUDA device, so that a CUDA graph can capture `step`.
 
     Raises:
         ValueError: a hyperparameter out of range, an unsupported dtype, placement or storage.
@@ -51,6 +52,7 @@ class Lion(BlockwiseOptimizer):
         is_paged: bool = False,
         overrides: Overrides | None = None,
         backend: str | None = None,
+        capturable: bool = False,
     ) -> None:
         fixed(type(self).__name__, args=(args, None))
         if is_paged:
@@ -62,6 +64,7 @@ class Lion(BlockwiseOptimizer):
             min_8bit_size=min_8bit_size,
             overrides=overrides,
             backend=backend,
+            capturable=capturable,
         )
 
 

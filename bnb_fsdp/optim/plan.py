@@ -6,14 +6,17 @@ made for and reports otherwise, so that loading, moving or replacing state never
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import backends, sharding, state
 from ..backends import BucketKey, Slot
+from ..backends.base import PointerBucket
+from ..backends.gather import STATE, Gatherer, Planned
 from ..groups import parameter_name
 from ..rules import Hyper
 
@@ -22,11 +25,12 @@ if TYPE_CHECKING:
 
 
 class _Bucket:
-    """Slots of one key, their prepared bucket, and this step's gradients."""
+    """Slots of one key and the parameters they belong to, their prepared bucket, and this step's gradients."""
 
     def __init__(self, key: BucketKey) -> None:
         self.key = key
         self.slots: list[Slot] = []
+        self.parameters: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
         self.prepared: backends.Bucket
 
@@ -91,13 +95,21 @@ class Plan:
             backend = backends.select(key.device, optimizer._backend)
             bucket.prepared = backend.bucket(key, self._rule, bucket.slots)
         self._buckets = list(buckets.values())
+        self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         self._fresh = fresh
         self._state.update(fresh)
+        self._gatherer: Gatherer | None = None
+        self._by_pointers = all(isinstance(bucket.prepared, PointerBucket) for bucket in self._buckets)
+        self._found: int | None = None
 
     def discard_fresh_state(self) -> None:
         """Take back the state this plan allocated: for a first step that was refused."""
         for parameter in self._fresh:
             del self._state[parameter]
+
+    def captured(self) -> list[backends.Bucket]:
+        """Buckets that a CUDA graph holds a step of: their tables must live as long as the graph may be replayed."""
+        return [bucket.prepared for bucket in self._buckets if getattr(bucket.prepared, "captured", False)]
 
     def _item(
         self,
@@ -116,8 +128,13 @@ class Plan:
         shard = sharding.local(parameter).detach()
         if not values:
             bits = state.decide(parameter, group, position).bits
-            values = fresh[parameter] = state.allocate(shard, bits, self._rule)
+            values = fresh[parameter] = state.allocate(shard, bits, self._rule, group["capturable"])
         state.check_shapes(name, shard, values, self._rule)
+        step_device = state.step_device(shard, group["capturable"])
+        if values["step"].device != step_device:
+            values["step"] = values["step"].to(
+                step_device
+            )  # capturable was changed, or the state comes from elsewhere
         bits = state.bits_of(values)
         item = _Item(parameter, name, shard, values, state.keys(self._rule, bits))
         gradient = parameter.grad
@@ -127,6 +144,7 @@ class Plan:
             item.shard.dtype,
             item.shard.dtype if gradient is None else sharding.local(gradient).dtype,
             item.shard.device,
+            steps_on_device=step_device.type != "cpu",
         )
         item.bucket = buckets.setdefault(key, _Bucket(key))
         item.index = len(item.bucket.slots)
@@ -141,6 +159,7 @@ class Plan:
                 step=values["step"],
             )
         )
+        item.bucket.parameters.append(parameter)
         item.bucket.gradients.append(None)
         return item
 
@@ -149,18 +168,52 @@ class Plan:
 
         The optimizer is an argument: kept here, it and its parameters would be freed by the garbage collector only.
         """
+        if optimizer.state is not self._state or optimizer.param_groups is not self._groups:
+            return False
+        if self._gatherer is not None:
+            self._found = self._gatherer.gather(self._groups, self._state)
+            if self._found is not None:
+                return True
         try:
-            current = self._gather(optimizer)
+            current = self._gather()
         except Exception:
             self._release()
             raise
         if not current:
             self._release()
+        elif self._by_pointers and (self._gatherer is None or self._gatherer.difference == STATE):
+            self._gatherer = self._new_gatherer()
         return current
 
-    def _gather(self, optimizer: BlockwiseOptimizer) -> bool:
-        if optimizer.state is not self._state or optimizer.param_groups is not self._groups:
-            return False
+    def _new_gatherer(self) -> Gatherer | None:
+        """The native shortcut to `_gather` for the following steps, if there is one: called after it found no fault."""
+        first, slots = {}, 0
+        for bucket in self._buckets:
+            first[id(bucket)] = slots
+            slots += len(bucket.slots)
+        rows: list[list[Planned]] = []
+        for group, row in zip(self._groups, self._items):
+            rows.append([])
+            for parameter, item in zip(group["params"], row):
+                if item is None:
+                    rows[-1].append(Planned(parameter, parameter, False, None))
+                    continue
+                planned = Planned(
+                    parameter,
+                    sharding.local(parameter),
+                    sharding.is_sharded(parameter),
+                    item.state,
+                    item.keys,
+                    item.bucket.key.gradient_dtype,
+                    first[id(item.bucket)] + item.index,
+                )
+                rows[-1].append(planned)
+        gatherer = Gatherer.make(sharding.ATTRIBUTES, rows, self._state)
+        self._by_pointers = gatherer is not None
+        return gatherer
+
+    def _gather(self) -> bool:
+        """`gather` in Python, with all reasons to refuse a gradient in words."""
         if len(self._groups) != len(self._items):
             return False
         for bucket in self._buckets:
@@ -189,23 +242,37 @@ class Plan:
     def run(self, hypers: Sequence[Hyper]) -> None:
         """Step every bucket with the gradients `gather` collected, and let go of them."""
         try:
-            for bucket in self._buckets:
-                bucket.prepared.run(bucket.gradients, hypers)
+            updated = self._run(hypers) if self._found is None else self._run_pointers(hypers)
             # Native code is invisible to autograd: without this, a later backward would not notice the change.
-            torch.autograd.graph.increment_version(
-                [
-                    item.parameter
-                    for row in self._items
-                    for item in row
-                    if item is not None and item.bucket.gradients[item.index] is not None
-                ]
-            )
+            torch.autograd.graph.increment_version(updated)
         finally:
             self._release()
+
+    def _run(self, hypers: Sequence[Hyper]) -> list[Tensor]:
+        """Step with the gradients `_gather` collected; returns the parameters that had one."""
+        for bucket in self._buckets:
+            bucket.prepared.run(bucket.gradients, hypers)
+        gradients = (gradient for bucket in self._buckets for gradient in bucket.gradients)
+        return [parameter for parameter, gradient in zip(self._parameters, gradients) if gradient is not None]
+
+    def _run_pointers(self, hypers: Sequence[Hyper]) -> list[Tensor]:
+        """Step with the pointers the gatherer collected; returns the parameters that had one."""
+        assert self._gatherer is not None
+        slot = 0
+        for bucket in self._buckets:
+            prepared = cast(PointerBucket, bucket.prepared)  # there is a gatherer only if all are
+            prepared.run_pointers(self._gatherer.pointer(slot), hypers)
+            slot += len(bucket.slots)
+        if self._found == len(self._parameters):
+            return self._parameters
+        return list(itertools.compress(self._parameters, self._gatherer.has_gradient()))
 
     def _release(self) -> None:
         for bucket in self._buckets:
             bucket.gradients = []
+        if self._found is not None and self._gatherer is not None:
+            self._gatherer.release()
+        self._found = None
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:

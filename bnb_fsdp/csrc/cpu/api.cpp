@@ -153,7 +153,8 @@ int bnb_fsdp_cpu_set_isa(const char* name) {
 
 int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
                       const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
-                      const bnb_fsdp_hyper* hypers, int64_t groups, int threads, int use_openmp) {
+                      const bnb_fsdp_hyper* hypers, int64_t groups, const float* scales, int threads,
+                      int use_openmp) {
   try {
     if (rule == nullptr || (bits != 8 && bits != 32))
       return fail("no kernel for " + std::to_string(bits) + " bits");
@@ -184,7 +185,7 @@ int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradi
     for (size_t at = 0; at < work.indices.size(); ++at) {
       const bnb_fsdp_tensor& t = tensors[work.indices[at]];
       *t.step += 1.0f;
-      kernel.scalars(hypers[t.group], *t.step, work.scalars[at]);
+      kernel.scalars(hypers[t.group], *t.step, scales ? scales[work.indices[at]] : 1.0f, work.scalars[at]);
     }
     run(work, tensors, gradients, kernel, gradient_dtype, threads, use_openmp != 0);
     return 0;

@@ -4,8 +4,13 @@
 #include <string.h>
 
 #include "../quantize/codebook.h"
+#include "../rules/adagrad.h"
 #include "../rules/adam.h"
+#include "../rules/ademamix.h"
+#include "../rules/host_math.h"
 #include "../rules/lion.h"
+#include "../rules/momentum.h"
+#include "../rules/rmsprop.h"
 
 #if defined(BNB_FSDP_LANES_AVX512)
 #include "lanes_avx512.h"
@@ -108,8 +113,17 @@ void encode_block(const Updated<Rule>& block) {
   }
 }
 
+// Elements with a zero gradient get their old parameter and states back.
+template <class Rule>
+BNB_FSDP_HD void keep_zeros(Lane g, Lane old_parameter, const Lane (&old)[Rule::states], Lane& parameter,
+                            Lane (&state)[Rule::states]) {
+  const auto zero = is_zero(g);
+  parameter = select(zero, old_parameter, parameter);
+  for (int s = 0; s < Rule::states; ++s) state[s] = select(zero, old[s], state[s]);
+}
+
 // Updates states and parameters of one block; `block` says where the states are, and takes their new values.
-template <class Rule, class P>
+template <class Rule, class P, bool SkipZeros>
 void update_block(const typename Rule::Scalars& k, const float* g, typename Memory<P>::type* p,
                   Updated<Rule>& block) {
   constexpr int lanes = kGroup / Lane::width;
@@ -134,10 +148,12 @@ void update_block(const typename Rule::Scalars& k, const float* g, typename Memo
       const int at = i + lane * Lane::width;
       prefetch(p, at);
       prefetch(g, at);
-      Lane state[Rule::states];
-      for (int s = 0; s < Rule::states; ++s) state[s] = states[s][lane];
-      Lane parameter = Memory<P>::load(p + at);
-      Rule::template update8<P>(k, Memory<Float32>::load(g + at), parameter, state);
+      Lane state[Rule::states], old[Rule::states];
+      for (int s = 0; s < Rule::states; ++s) state[s] = old[s] = states[s][lane];
+      const Lane gradient = Memory<Float32>::load(g + at), old_parameter = Memory<P>::load(p + at);
+      Lane parameter = old_parameter;
+      Rule::template update8<P>(k, gradient, parameter, state);
+      if (SkipZeros) keep_zeros<Rule>(gradient, old_parameter, old, parameter, state);
       Memory<P>::store(p + at, parameter);
       for (int s = 0; s < Rule::states; ++s) {
         Memory<Float32>::store(block.values[s] + at, state[s]);
@@ -151,7 +167,7 @@ void update_block(const typename Rule::Scalars& k, const float* g, typename Memo
 
 // The last, partial block goes through padded copies. Upstream's padding lanes hold code 128 (signed) or 0 and
 // take part in the block's maximum, so these do.
-template <class Rule, class P>
+template <class Rule, class P, bool SkipZeros>
 void tail8(const typename Rule::Scalars& k, const void* gradient, int64_t begin, int n, int gradient_dtype,
            typename Memory<P>::type* p, Updated<Rule>& block) {
   alignas(64) unsigned char g_raw[4 * kBlock];
@@ -167,14 +183,14 @@ void tail8(const typename Rule::Scalars& k, const void* gradient, int64_t begin,
     codes[s] = block.codes[s];
     block.codes[s] = code_copies[s];
   }
-  update_block<Rule, P>(k, g, p_copy, block);
+  update_block<Rule, P, SkipZeros>(k, g, p_copy, block);
   encode_block(block);
   memcpy(p, p_copy, n * sizeof *p);
   for (int s = 0; s < Rule::states; ++s) memcpy(codes[s], code_copies[s], n);
 }
 
-template <class Rule, class P>
-void run8(const Range& range, int gradient_dtype) {
+template <class Rule, class P, bool SkipZeros>
+void blocks8(const Range& range, int gradient_dtype) {
   typename Rule::Scalars k;
   memcpy(&k, range.scalars->bytes, sizeof k);
   const bnb_fsdp_tensor& t = *range.tensor;
@@ -186,30 +202,44 @@ void run8(const Range& range, int gradient_dtype) {
       block.absmax[s] = t.absmax[s] + begin / kBlock;
     }
     if (range.end - begin < kBlock) {
-      tail8<Rule, P>(k, range.gradient, begin, static_cast<int>(range.end - begin), gradient_dtype, p, block);
+      const int n = static_cast<int>(range.end - begin);
+      tail8<Rule, P, SkipZeros>(k, range.gradient, begin, n, gradient_dtype, p, block);
       break;
     }
     alignas(64) float buffer[kBlock];
-    update_block<Rule, P>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, block);
+    const float* g = gradients(range.gradient, begin, gradient_dtype, buffer);
+    update_block<Rule, P, SkipZeros>(k, g, p, block);
     encode_block(block);
   }
 }
 
 template <class Rule, class P>
+void run8(const Range& range, int gradient_dtype) {
+  if (Rule::skips_zeros(8) && range.scalars->skip_zeros)
+    blocks8<Rule, P, Rule::skips_zeros(8)>(range, gradient_dtype);
+  else
+    blocks8<Rule, P, false>(range, gradient_dtype);
+}
+
+template <class Rule, class P, bool SkipZeros>
 void block32(const typename Rule::Scalars& k, const float* g, typename Memory<P>::type* p,
              float* const (&values)[Rule::states]) {
   for (int i = 0; i < kBlock; i += Lane::width) {
-    Lane state[Rule::states];
-    for (int s = 0; s < Rule::states; ++s) state[s] = Memory<Float32>::load(values[s] + i);
-    Lane parameter = Memory<P>::load(p + i);
-    Rule::template update32<P>(k, Memory<Float32>::load(g + i), parameter, state);
+    Lane state[Rule::states], old[Rule::states];
+    for (int s = 0; s < Rule::states; ++s) state[s] = old[s] = Memory<Float32>::load(values[s] + i);
+    const Lane old_parameter = Memory<P>::load(p + i);
+    Lane parameter = old_parameter;
+    const Lane gradient =
+        Rule::template gradient32<P>(k, every_fourth(i), Memory<Float32>::load(g + i), parameter);
+    Rule::template update32<P>(k, gradient, parameter, state);
+    if (SkipZeros) keep_zeros<Rule>(gradient, old_parameter, old, parameter, state);
     Memory<P>::store(p + i, parameter);
     for (int s = 0; s < Rule::states; ++s) Memory<Float32>::store(values[s] + i, state[s]);
   }
 }
 
-template <class Rule, class P>
-void run32(const Range& range, int gradient_dtype) {
+template <class Rule, class P, bool SkipZeros>
+void blocks32(const Range& range, int gradient_dtype) {
   typename Rule::Scalars k;
   memcpy(&k, range.scalars->bytes, sizeof k);
   const bnb_fsdp_tensor& t = *range.tensor;
@@ -219,7 +249,7 @@ void run32(const Range& range, int gradient_dtype) {
     float* values[Rule::states];
     for (int s = 0; s < Rule::states; ++s) values[s] = static_cast<float*>(t.state[s]) + begin;
     if (range.end - begin >= kBlock) {
-      block32<Rule, P>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, values);
+      block32<Rule, P, SkipZeros>(k, gradients(range.gradient, begin, gradient_dtype, buffer), p, values);
       continue;
     }
     const size_t n = static_cast<size_t>(range.end - begin);
@@ -233,18 +263,27 @@ void run32(const Range& range, int gradient_dtype) {
       copies[s] = state_copies[s];
       memcpy(copies[s], values[s], n * sizeof(float));
     }
-    block32<Rule, P>(k, g, p_copy, copies);
+    block32<Rule, P, SkipZeros>(k, g, p_copy, copies);
     memcpy(p, p_copy, n * sizeof *p);
     for (int s = 0; s < Rule::states; ++s) memcpy(values[s], copies[s], n * sizeof(float));
   }
 }
 
+template <class Rule, class P>
+void run32(const Range& range, int gradient_dtype) {
+  if (Rule::skips_zeros(32) && range.scalars->skip_zeros)
+    blocks32<Rule, P, Rule::skips_zeros(32)>(range, gradient_dtype);
+  else
+    blocks32<Rule, P, false>(range, gradient_dtype);
+}
+
 template <class Rule>
-void scalars(const bnb_fsdp_hyper& hyper, float step, ScalarBlock& out) {
-  static_assert(sizeof(typename Rule::Scalars) <= sizeof(ScalarBlock),
+void scalars(const bnb_fsdp_hyper& hyper, float step, float scale, ScalarBlock& out) {
+  static_assert(sizeof(typename Rule::Scalars) <= sizeof(ScalarBlock::bytes),
                 "ScalarBlock is too small for this rule");
-  const typename Rule::Scalars k = Rule::scalars(hyper, step);
+  const typename Rule::Scalars k = Rule::template scalars<HostMath>(hyper, step, scale);
   memcpy(out.bytes, &k, sizeof k);
+  out.skip_zeros = (hyper.flags & BNB_FSDP_SKIP_ZEROS) != 0;
 }
 
 template <class Rule>
@@ -262,7 +301,11 @@ Kernel kernel(int bits, int parameter_dtype) {
 
 Kernel find(const char* rule, int bits, int parameter_dtype) {
   if (strcmp(rule, "adam") == 0) return kernel<Adam>(bits, parameter_dtype);
+  if (strcmp(rule, "ademamix") == 0) return kernel<AdEMAMix>(bits, parameter_dtype);
   if (strcmp(rule, "lion") == 0) return kernel<Lion>(bits, parameter_dtype);
+  if (strcmp(rule, "momentum") == 0) return kernel<Momentum>(bits, parameter_dtype);
+  if (strcmp(rule, "rmsprop") == 0) return kernel<RMSprop>(bits, parameter_dtype);
+  if (strcmp(rule, "adagrad") == 0) return kernel<Adagrad>(bits, parameter_dtype);
   return {0, nullptr, nullptr};
 }
 

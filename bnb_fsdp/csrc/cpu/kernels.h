@@ -9,6 +9,7 @@ namespace bnb_fsdp {
 // Room for any rule's Scalars.
 struct alignas(16) ScalarBlock {
   unsigned char bytes[64];
+  bool skip_zeros;
 };
 
 // Elements [begin, end) of a tensor; begin and, unless it is numel, end are multiples of kBlock.
@@ -21,7 +22,7 @@ struct Range {
 
 struct Kernel {
   int states;
-  void (*scalars)(const bnb_fsdp_hyper& hyper, float step, ScalarBlock& out);
+  void (*scalars)(const bnb_fsdp_hyper& hyper, float step, float scale, ScalarBlock& out);
   // gradient_dtype is a bnb_fsdp_dtype. Runs with subnormal numbers flushed to zero: see FlushScope.
   void (*run)(const Range& range, int gradient_dtype);
 };

@@ -25,11 +25,23 @@ BNB_FSDP_HD __m256i magnitude_bits(__m256 v) {
 
 BNB_FSDP_HD Lane fma(Lane a, Lane b, Lane c) { return Lane(_mm256_fmadd_ps(a.v, b.v, c.v)); }
 BNB_FSDP_HD Lane mul(Lane a, Lane b) { return Lane(_mm256_mul_ps(a.v, b.v)); }
+BNB_FSDP_HD Lane add(Lane a, Lane b) { return Lane(_mm256_add_ps(a.v, b.v)); }
 BNB_FSDP_HD Lane sub(Lane a, Lane b) { return Lane(_mm256_sub_ps(a.v, b.v)); }
+BNB_FSDP_HD Lane neg(Lane a) { return Lane(_mm256_xor_ps(a.v, _mm256_set1_ps(-0.0f))); }
 BNB_FSDP_HD Lane rcp(Lane a) { return Lane(_mm256_div_ps(_mm256_set1_ps(1.0f), a.v)); }
 BNB_FSDP_HD Lane sqrt(Lane a) { return Lane(_mm256_sqrt_ps(a.v)); }
+BNB_FSDP_HD Lane flush(Lane a) {
+  const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x00800000), magnitude_bits(a.v));
+  return Lane(_mm256_blendv_ps(a.v, _mm256_and_ps(a.v, _mm256_set1_ps(-0.0f)), _mm256_castsi256_ps(small)));
+}
 BNB_FSDP_HD __m256 is_finite(Lane a) {
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), magnitude_bits(a.v)));
+}
+// Subnormal numbers count as zero.
+BNB_FSDP_HD __m256 is_zero(Lane a) { return _mm256_cmp_ps(a.v, _mm256_setzero_ps(), _CMP_EQ_OQ); }
+// Lanes whose element's index is a multiple of 4; element `index`, a multiple of the width, is in lane 0.
+BNB_FSDP_HD __m256 every_fourth(int) {
+  return _mm256_castsi256_ps(_mm256_setr_epi32(-1, 0, 0, 0, -1, 0, 0, 0));
 }
 BNB_FSDP_HD Lane select(__m256 m, Lane a, Lane b) { return Lane(_mm256_blendv_ps(b.v, a.v, m)); }
 BNB_FSDP_HD Lane signed_by(Lane magnitude, Lane x) {

@@ -25,12 +25,22 @@ BNB_FSDP_HD __m512i magnitude_bits(__m512 v) {
 
 BNB_FSDP_HD Lane fma(Lane a, Lane b, Lane c) { return Lane(_mm512_fmadd_ps(a.v, b.v, c.v)); }
 BNB_FSDP_HD Lane mul(Lane a, Lane b) { return Lane(_mm512_mul_ps(a.v, b.v)); }
+BNB_FSDP_HD Lane add(Lane a, Lane b) { return Lane(_mm512_add_ps(a.v, b.v)); }
 BNB_FSDP_HD Lane sub(Lane a, Lane b) { return Lane(_mm512_sub_ps(a.v, b.v)); }
+BNB_FSDP_HD Lane neg(Lane a) { return Lane(_mm512_xor_ps(a.v, _mm512_set1_ps(-0.0f))); }
 BNB_FSDP_HD Lane rcp(Lane a) { return Lane(_mm512_div_ps(_mm512_set1_ps(1.0f), a.v)); }
 BNB_FSDP_HD Lane sqrt(Lane a) { return Lane(_mm512_sqrt_ps(a.v)); }
+BNB_FSDP_HD Lane flush(Lane a) {
+  const __mmask16 small = _mm512_cmplt_epi32_mask(magnitude_bits(a.v), _mm512_set1_epi32(0x00800000));
+  return Lane(_mm512_mask_and_ps(a.v, small, a.v, _mm512_set1_ps(-0.0f)));
+}
 BNB_FSDP_HD __mmask16 is_finite(Lane a) {
   return _knot_mask16(_mm512_fpclass_ps_mask(a.v, 0x99));  // quiet NaN, infinities, signalling NaN
 }
+// Subnormal numbers count as zero.
+BNB_FSDP_HD __mmask16 is_zero(Lane a) { return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_EQ_OQ); }
+// Lanes whose element's index is a multiple of 4; element `index`, a multiple of the width, is in lane 0.
+BNB_FSDP_HD __mmask16 every_fourth(int) { return 0x1111; }
 BNB_FSDP_HD Lane select(__mmask16 m, Lane a, Lane b) { return Lane(_mm512_mask_blend_ps(m, b.v, a.v)); }
 BNB_FSDP_HD Lane signed_by(Lane magnitude, Lane x) {
   const __m512 zero = _mm512_setzero_ps();

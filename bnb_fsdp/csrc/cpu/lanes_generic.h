@@ -20,10 +20,18 @@ using Bits = uint32_t;  // one integer a lane
 
 BNB_FSDP_HD Lane fma(Lane a, Lane b, Lane c) { return Lane(fmaf(a.v, b.v, c.v)); }
 BNB_FSDP_HD Lane mul(Lane a, Lane b) { return Lane(a.v * b.v); }
+BNB_FSDP_HD Lane add(Lane a, Lane b) { return Lane(a.v + b.v); }
 BNB_FSDP_HD Lane sub(Lane a, Lane b) { return Lane(a.v - b.v); }
+BNB_FSDP_HD Lane neg(Lane a) { return Lane(-a.v); }
 BNB_FSDP_HD Lane rcp(Lane a) { return Lane(1.0f / a.v); }
 BNB_FSDP_HD Lane sqrt(Lane a) { return Lane(sqrtf(a.v)); }
+BNB_FSDP_HD Lane flush(Lane a) {
+  return (to_bits(a.v) & 0x7f800000u) == 0 ? Lane(from_bits(to_bits(a.v) & 0x80000000u)) : a;
+}
 BNB_FSDP_HD bool is_finite(Lane a) { return (to_bits(a.v) & 0x7fffffffu) < 0x7f800000u; }
+BNB_FSDP_HD bool is_zero(Lane a) { return a.v == 0.0f; }  // subnormal numbers count as zero
+// Lanes whose element's index is a multiple of 4; element `index`, a multiple of the width, is in lane 0.
+BNB_FSDP_HD bool every_fourth(int index) { return index % 4 == 0; }
 BNB_FSDP_HD Lane select(bool m, Lane a, Lane b) { return m ? a : b; }
 BNB_FSDP_HD Lane signed_by(Lane magnitude, Lane x) {
   return Lane(x.v > 0.0f ? magnitude.v : x.v < 0.0f ? -magnitude.v : 0.0f);

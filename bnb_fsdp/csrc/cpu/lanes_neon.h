@@ -25,10 +25,21 @@ BNB_FSDP_HD int32x4_t magnitude_bits(float32x4_t v) {
 
 BNB_FSDP_HD Lane fma(Lane a, Lane b, Lane c) { return Lane(vfmaq_f32(c.v, a.v, b.v)); }
 BNB_FSDP_HD Lane mul(Lane a, Lane b) { return Lane(vmulq_f32(a.v, b.v)); }
+BNB_FSDP_HD Lane add(Lane a, Lane b) { return Lane(vaddq_f32(a.v, b.v)); }
 BNB_FSDP_HD Lane sub(Lane a, Lane b) { return Lane(vsubq_f32(a.v, b.v)); }
+BNB_FSDP_HD Lane neg(Lane a) { return Lane(vnegq_f32(a.v)); }
 BNB_FSDP_HD Lane rcp(Lane a) { return Lane(vdivq_f32(vdupq_n_f32(1.0f), a.v)); }
 BNB_FSDP_HD Lane sqrt(Lane a) { return Lane(vsqrtq_f32(a.v)); }
+BNB_FSDP_HD Lane flush(Lane a) {
+  const uint32x4_t small = vcltq_s32(magnitude_bits(a.v), vdupq_n_s32(0x00800000));
+  const uint32x4_t sign = vandq_u32(vreinterpretq_u32_f32(a.v), vdupq_n_u32(0x80000000u));
+  return Lane(vbslq_f32(small, vreinterpretq_f32_u32(sign), a.v));
+}
 BNB_FSDP_HD uint32x4_t is_finite(Lane a) { return vcltq_s32(magnitude_bits(a.v), vdupq_n_s32(0x7f800000)); }
+// Subnormal numbers count as zero.
+BNB_FSDP_HD uint32x4_t is_zero(Lane a) { return vceqq_f32(a.v, vdupq_n_f32(0.0f)); }
+// Lanes whose element's index is a multiple of 4; element `index`, a multiple of the width, is in lane 0.
+BNB_FSDP_HD uint32x4_t every_fourth(int) { return vsetq_lane_u32(0xffffffffu, vdupq_n_u32(0), 0); }
 BNB_FSDP_HD Lane select(uint32x4_t m, Lane a, Lane b) { return Lane(vbslq_f32(m, a.v, b.v)); }
 BNB_FSDP_HD Lane signed_by(Lane magnitude, Lane x) {
   const float32x4_t zero = vdupq_n_f32(0.0f);

@@ -35,5 +35,11 @@ struct same<A, A> {
   static constexpr bool value = true;
 };
 
+// 1 - lr * weight_decay, rounded once; 1 without decay. M as in adam.h.
+template <class M>
+BNB_FSDP_HD float decay_factor(const bnb_fsdp_hyper& h) {
+  return h.weight_decay > 0.0f ? M::fma(-h.lr, h.weight_decay, 1.0f) : 1.0f;
+}
+
 }  // namespace BNB_FSDP_ISA
 }  // namespace bnb_fsdp
