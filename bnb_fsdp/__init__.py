@@ -1,5 +1,6 @@
 """bitsandbytes' 8-bit and 32-bit optimizers for models sharded with FSDP2."""
 
+from . import ops as _ops  # noqa: F401 (registers torch.ops.bnb_fsdp)
 from .factory import create_optimizer, optimizer_class, optimizer_names
 from .integrations import install as _install_integrations
 from .optim import Adam, Adam8bit, Adam32bit, AdamW, AdamW8bit, AdamW32bit, Lion, Lion8bit, Lion32bit

@@ -260,7 +260,8 @@ _HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, beta3=0.999, alpha=2.0, eps=1e-8,
 def self_test(backend: Backend, device: torch.device) -> Iterator[dict[str, Any]]:
     """Step ``backend`` beside `bnb_fsdp.rules`; one result for each rule, bits and dtype.
 
-    States and scales must be equal bit for bit, parameters within one unit in the last place.
+    States and scales must be equal bit for bit, parameters within one unit in the last place. On CUDA, whose
+    reciprocals and square roots are approximate, a code may be the next one, a parameter off by 0.1 % of its update.
     """
     for rule in rules.RULES.values():
         for bits in state.OPTIM_BITS:
@@ -294,16 +295,22 @@ def _compare(backend: Backend, device: torch.device, rule: Rule, bits: int, dtyp
     for step in range(1, _STEPS + 1):
         gradients = [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
         gradients[-1][:300] = 0  # a block of zeros has codes of its own
+        before = [slot.parameter.cpu().float() for slot in slots]
         wanted = [_oracle(rule, step, gradient, slot) for gradient, slot in zip(gradients, slots)]
         bucket.run([gradient.to(device) for gradient in gradients], [_HYPER])
-        for slot, (parameter, tensors) in zip(slots, wanted):
+        for slot, start, (parameter, tensors) in zip(slots, before, wanted):
             names = (*rule.states, *(state.absmax_key(key) for key in rule.states))
             for name, tensor, found in zip(names, tensors, (*slot.states, *slot.absmax)):
-                if not torch.equal(_bits(tensor), _bits(found.cpu())):
+                if not _agree(tensor, found.cpu(), exact=backend.name != "cuda"):
                     return f"{slot.name}, step {step}: {name} differs"
-            distance = (_ordered(parameter) - _ordered(slot.parameter.cpu())).abs().max()
-            if distance > 1:
-                return f"{slot.name}, step {step}: a parameter is {int(distance)} units in the last place off"
+            found = slot.parameter.cpu()
+            distance = (_ordered(parameter) - _ordered(found)).abs()
+            allowed = distance <= 1
+            if backend.name == "cuda":
+                error = (parameter.float() - found.float()).abs()
+                allowed |= (distance <= 2) | (error <= 1e-3 * (parameter.float() - start).abs())
+            if not bool(allowed.all()):
+                return f"{slot.name}, step {step}: a parameter is {int(distance.max())} units in the last place off"
     return None
 
 
@@ -315,6 +322,16 @@ def _oracle(rule: Rule, step: int, gradient: Tensor, slot: Slot) -> tuple[Tensor
         parameter, states, scales = rules.step8(rule, _HYPER, step, gradient, parameter, states, scales)
         return parameter, (*states, *scales)
     return rules.step32(rule, _HYPER, step, gradient, parameter, states)
+
+
+def _agree(wanted: Tensor, found: Tensor, exact: bool) -> bool:
+    """Equal bits; for a backend with approximate instructions, codes one apart in a hundredth of the places."""
+    if torch.equal(_bits(wanted), _bits(found)):
+        return True
+    if exact or wanted.dtype != torch.uint8:
+        return False
+    apart = (wanted.int() - found.int()).abs()
+    return int(apart.max()) <= 1 and int((apart > 0).sum()) <= max(1, wanted.numel() // 100)
 
 
 def _bits(tensor: Tensor) -> Tensor:

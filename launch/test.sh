@@ -42,6 +42,7 @@ if [ "${SKIP_TRANSFORMERS4:-}" = 1 ]; then
 else
   say "installing transformers 4 in .venv-transformers4"
   make_environment "$repo/.venv-transformers4"
+  SKBUILD_CMAKE_DEFINE="BNB_FSDP_CUDA=OFF"  # once is enough
   install_into "$made" constraints-transformers4.txt "$repo[test,hf]"
   say "tests with transformers 4"
   record "transformers 4" run_pytest "$made" "$repo/tests/test_transformers.py" "$repo/tests/test_enums.py" \

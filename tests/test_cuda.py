@@ -1,4 +1,5 @@
-"""What only a CUDA device can show: the torch backend there against the CPU, and against bitsandbytes' own kernels."""
+"""The optimizer classes on a CUDA device: the native kernels beside bitsandbytes' classes, bit for bit, and the torch
+backend beside the CPU. Kernel by kernel: test_cuda_parity.py; streams, graphs, errors: test_cuda_streams.py."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ import bnb_fsdp
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:bnb_fsdp has no native kernels for cuda"),
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,7 +55,9 @@ def test_torch_backend_on_the_device_equals_the_cpu_bit_for_bit(name: str, dtype
     results = []
     for device in ("cpu", "cuda"):
         params = parameters(DTYPES[dtype], device)
-        optimizer = getattr(bnb_fsdp, name)(params, **CLASSES[name])
+        optimizer = getattr(bnb_fsdp, name)(
+            params, backend="torch" if device == "cuda" else None, **CLASSES[name]
+        )
         run(optimizer, params)
         results.append(
             {
@@ -81,11 +83,13 @@ def excess(a: Tensor, b: Tensor, lr: float) -> float:
     return float(((x - y).abs() - 2 * eps * torch.maximum(x.abs(), y.abs()) - 1e-4 * lr).max())
 
 
-def beside_bitsandbytes(name: str, dtype: str, steps: int) -> Iterator[tuple[Tensor, Any, Tensor, Any]]:
+def beside_bitsandbytes(
+    name: str, dtype: str, steps: int, backend: str = "torch"
+) -> Iterator[tuple[Tensor, Any, Tensor, Any]]:
     """(parameter, state, their parameter, their state) after the same steps with the class of either package."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     ours, theirs = parameters(DTYPES[dtype], "cuda"), parameters(DTYPES[dtype], "cuda")
-    optimizer = getattr(bnb_fsdp, name)(ours, **CLASSES[name])
+    optimizer = getattr(bnb_fsdp, name)(ours, backend=backend, **CLASSES[name])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = getattr(bitsandbytes.optim, name)(theirs, **CLASSES[name])
@@ -93,6 +97,68 @@ def beside_bitsandbytes(name: str, dtype: str, steps: int) -> Iterator[tuple[Ten
     run(optimizer, ours, steps)
     for p, q in zip(ours, theirs):
         yield p, optimizer.state[p], q, reference.state[q]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_native_kernels_equal_bitsandbytes_bit_for_bit(name: str, dtype: str) -> None:
+    for p, mine, q, other in beside_bitsandbytes(name, dtype, STEPS, "cuda"):
+        assert torch.equal(p, q), f"parameter of {p.numel()}"
+        for key in set(mine) - {"step"}:
+            assert torch.equal(mine[key], other[key]), f"{key} of {p.numel()}"
+        assert float(mine["step"]) == other["step"] == STEPS
+
+
+def test_the_native_backend_is_the_default() -> None:
+    params = parameters(torch.float32, "cuda")
+    optimizer = bnb_fsdp.AdamW8bit(params)
+    assert {row.backend for row in bnb_fsdp.describe(optimizer).rows} == {"cuda"}
+
+
+def test_state_on_another_device_is_refused_before_anything_changes() -> None:
+    params = parameters(torch.float32, "cuda")
+    optimizer = bnb_fsdp.AdamW8bit(params)
+    run(optimizer, params, 1)
+    optimizer.state[params[1]]["state1"] = optimizer.state[params[1]]["state1"].cpu()
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match="state1 is on cpu but the parameter is on cuda:0"):
+        optimizer.step()
+    assert all(torch.equal(a, p) for a, p in zip(before, params))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_strided_tensors_and_gradients_of_another_dtype(name: str, dtype: str) -> None:
+    """A channels-last parameter, a transposed one, one that starts between 16-byte boundaries, an empty one; gradients
+    of all dtypes: what the CPU backend computes with exact instead of approximate divisions."""
+    results = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, generator: torch.Generator = generator, device: str = device) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, DTYPES[dtype])
+
+        odd = torch.empty(5001, dtype=DTYPES[dtype], device=device)[1:].copy_(draw(5000))
+        tensors = [
+            draw(8, 16, 7, 9).to(memory_format=torch.channels_last), draw(100, 77).t(), odd, draw(0, 5), draw(3)
+        ]  # fmt: skip
+        params = [torch.nn.Parameter(t) for t in tensors]
+        optimizer = getattr(bnb_fsdp, name)(params, **CLASSES[name])
+        for gradient_dtype in DTYPES.values():
+            for p in params:
+                p.grad = None
+                g = torch.randn(p.shape, generator=generator).to(device)
+                if gradient_dtype == p.dtype:
+                    p.grad = g.to(gradient_dtype)
+                elif hasattr(p, "grad_dtype"):
+                    p.grad_dtype = gradient_dtype
+                    p.grad = g.to(gradient_dtype)
+            optimizer.step()
+        for p, t in zip(params, tensors):
+            assert p.data_ptr() == t.data_ptr() and p.stride() == t.stride()
+        results.append([p.detach().cpu() for p in params])
+    for a, b in zip(*results):
+        assert a.numel() == 0 or excess(a, b, 3 * CLASSES[name]["lr"] + 1e-3 * float(a.abs().max())) <= 0.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -44,7 +44,7 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "args": (lambda: Lion8bit([parameter(8)], args=object()), ("Lion8bit", "args=", "None")),
     "unknown backend": (
         lambda: AdamW8bit([parameter(8)], backend="tpu"),
-        ("backend='tpu'", "auto, cpu, torch"),
+        ("backend='tpu'", "auto, cpu, cuda, torch"),
     ),
     "second group": (
         lambda: AdamW8bit([{"params": [parameter(8)]}, {"params": [parameter(8)], "lr": -2}]),

@@ -12,7 +12,7 @@ from .torch_backend import TorchBackend
 
 __all__ = ["NAMES", "Backend", "Bucket", "BucketKey", "Slot", "check_name", "forked", "select"]
 
-NAMES = ("auto", "cpu", "torch")
+NAMES = ("auto", "cpu", "cuda", "torch")
 ENVIRONMENT_VARIABLE = "BNB_FSDP_BACKEND"
 
 _said: set[str] = set()
@@ -50,23 +50,33 @@ def select(device: torch.device, requested: str) -> Backend:
     """
     if requested == "torch":
         return TorchBackend()
-    from .cpu import CpuBackend  # loads the library, so only when something steps
-    from .native import LibraryError
-
-    if device.type == "cpu":
-        try:
-            return CpuBackend()
-        except LibraryError as error:
-            if requested == "cpu":
-                raise RuntimeError(f"backend='cpu' was asked for, but {error}") from error
-            _warn_once(f"bnb_fsdp falls back to its slow torch backend for CPU tensors: {error}")
-            return TorchBackend()
-    if requested == "cpu":
+    native = device.type if device.type in ("cpu", "cuda") else None
+    if requested not in ("auto", native):
         raise RuntimeError(
-            f"backend='cpu' cannot update a tensor on {device}; use backend='auto' or 'torch', "
+            f"backend={requested!r} cannot update a tensor on {device}; use backend='auto' or 'torch', "
             "or unset BNB_FSDP_BACKEND."
         )
-    _warn_once(
-        f"bnb_fsdp has no native kernels for {device.type} tensors in this build and uses its slow torch backend."
-    )
+    try:
+        if native is not None:
+            return _native(device)
+        reason = f"there are no native kernels for {device.type} tensors."
+    except RuntimeError as error:  # LibraryError is one
+        if requested == native:
+            raise RuntimeError(f"backend={requested!r} was asked for, but {error}") from error
+        reason = str(error)
+    _warn_once(f"bnb_fsdp falls back to its slow torch backend for {device.type} tensors: {reason}")
     return TorchBackend()
+
+
+def _native(device: torch.device) -> Backend:
+    """The native backend of the device type, its library loaded."""
+    if device.type == "cpu":
+        from .cpu import CpuBackend  # loads the library, so only when something steps
+
+        return CpuBackend()
+    from .cuda import CudaBackend
+    from .native import LibraryError
+
+    if torch.version.cuda is None:
+        raise LibraryError("this torch is not built for CUDA, which the native kernels need.")
+    return CudaBackend(device)
