@@ -148,11 +148,8 @@ def test_strided_tensors_and_gradients_of_another_dtype(name: str, dtype: str) -
             for p in params:
                 p.grad = None
                 g = torch.randn(p.shape, generator=generator).to(device)
-                if gradient_dtype == p.dtype:
-                    p.grad = g.to(gradient_dtype)
-                elif hasattr(p, "grad_dtype"):
-                    p.grad_dtype = gradient_dtype
-                    p.grad = g.to(gradient_dtype)
+                p.grad_dtype = gradient_dtype
+                p.grad = g.to(gradient_dtype)
             optimizer.step()
         for p, t in zip(params, tensors):
             assert p.data_ptr() == t.data_ptr() and p.stride() == t.stride()

@@ -1,6 +1,8 @@
 """Every local shard is updated exactly as the plain local tensor would be, whatever the sharding.
 
-The expectation is computed by the rules on the local tensor alone, independent of backends, plans and DTensors.
+On CPU ranks the expectation is computed by the rules on the local tensor alone, independent of backends, plans and
+DTensors. On GPUs, whose kernels' approximate divisions only the kernels have (tests/test_cuda_parity.py compares those
+with bitsandbytes), it is a plain tensor with the local values and state, stepped by an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -98,6 +100,23 @@ def expected_step(
     return {**result, "parameter": new.view(parameter.shape)}
 
 
+def plain_step(
+    optimizer: Any, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Parameter and state after one step of a plain tensor on this rank's GPU, from clones of the local tensors."""
+    plain = nn.Parameter(parameter.to(ranks.device()))
+    plain.grad = gradient.to(ranks.device())
+    kind = type(optimizer)
+    minimum = 0 if "absmax1" in state else 2**62
+    other = kind([plain], **OPTIMIZERS[kind.__name__], min_8bit_size=minimum)
+    other.state[plain] = {
+        name: value.clone() if name == "step" else value.to(ranks.device()) for name, value in state.items()
+    }
+    other.step()
+    result = {name: value.cpu() for name, value in other.state[plain].items()}
+    return {**result, "parameter": plain.detach().cpu()}
+
+
 def different(actual: Tensor, expected: Tensor) -> int:
     """Elements whose bits differ, -1 if shape or dtype do."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -133,7 +152,8 @@ def check_case(world: int, dtype_name: str, optimizer_name: str) -> dict[str, An
                     count = -(-before[index][0].numel() // 256)
                     start.update({n.replace("state", "absmax"): torch.zeros(count) for n in names})
                 previous.append({**start, "step": torch.zeros(())})
-            expected = expected_step(optimizer, *before[index], previous[index])
+            oracle = plain_step if ranks.device().type == "cuda" else expected_step
+            expected = oracle(optimizer, *before[index], previous[index])
             actual = {name: tensor.cpu() for name, tensor in (*state.items(), ("parameter", p.to_local()))}
             if set(actual) != set(expected):
                 mismatches.append(
@@ -163,7 +183,8 @@ def check_case(world: int, dtype_name: str, optimizer_name: str) -> dict[str, An
                 run_check=False,
             )
             aligned[tuple(p.shape)] = (p.full_tensor().detach().cpu(), state1.full_tensor().cpu())
-    return {"mismatches": mismatches, "checked": checked, "kinds": kinds, "aligned": aligned, "local": local}
+    found = {"mismatches": mismatches, "checked": checked, "kinds": kinds, "aligned": aligned, "local": local}
+    return {**found, "device": ranks.device().type}
 
 
 def check_all(world: int) -> dict[tuple[str, str], dict[str, Any]]:
@@ -213,9 +234,11 @@ def test_bit_width_is_that_of_the_global_parameter_on_every_rank(
 def test_parameters_and_codes_of_aligned_rows_are_equal_at_every_world_size(
     results: dict[int, list[Any]], dtype: str, optimizer: str
 ) -> None:
-    reference = results[1][0][(dtype, optimizer)]["aligned"]
-    assert set(reference) == set(ALIGNED_SHAPES)
-    for world in WORLDS[1:]:
-        for shape, tensors in results[world][0][(dtype, optimizer)]["aligned"].items():
+    references: dict[str, Any] = {}  # a machine with few GPUs runs the larger worlds on its CPU
+    for world in WORLDS:
+        case = results[world][0][(dtype, optimizer)]
+        assert set(case["aligned"]) == set(ALIGNED_SHAPES)
+        reference = references.setdefault(case["device"], case["aligned"])
+        for shape, tensors in case["aligned"].items():
             for expected, actual in zip(reference[shape], tensors):
                 assert different(actual, expected) == 0, (world, shape)
