@@ -190,27 +190,34 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = [row for row in rows if "our kernels" not in row["optimizer"]]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    figure, axes = pyplot.subplots(len(dtypes), 1, figsize=(11, 4.4 * len(dtypes)), squeeze=False)
+    names = list(dict.fromkeys(row["optimizer"] for row in rows))
+    colours = {name: pyplot.get_cmap("tab10")(i) for i, name in enumerate(names)}
+    figure, axes = pyplot.subplots(len(dtypes), 1, figsize=(11, 4.2 * len(dtypes) + 0.8), squeeze=False)
     for axis, dtype in zip(axes[:, 0], dtypes):
         own = [row for row in rows if row["dtype"] == dtype]
-        names = list(dict.fromkeys(row["optimizer"] for row in own))
         cases = list(dict.fromkeys(row["inventory"] for row in own))
-        for i, name in enumerate(names):
+        shown = [name for name in names if any(row["optimizer"] == name for row in own)]
+        width = 0.8 / len(shown)
+        for i, name in enumerate(shown):
             values = {row["inventory"]: row["ms"] for row in own if row["optimizer"] == name}
-            at = [c + (i - len(names) / 2) * 0.08 for c, case in enumerate(cases) if case in values]
-            axis.bar(at, [values[case] for case in cases if case in values], 0.08, label=name)
+            at = [c + (i + 0.5) * width - 0.4 for c, case in enumerate(cases) if case in values]
+            axis.bar(
+                at, [values[case] for case in cases if case in values], width, label=name, color=colours[name]
+            )
         for c, case in enumerate(cases):
             floor = next(row["floor_ms"] for row in own if row["inventory"] == case)
-            axis.hlines(floor, c - 0.45, c + 0.45, colors="black", linestyles="dashed", linewidth=1)
+            axis.hlines(floor, c - 0.42, c + 0.42, colors="black", linestyles="dashed", linewidth=1)
         axis.set_yscale("log")
         axis.set_xticks(range(len(cases)), cases)
         axis.set_ylabel("ms a step, completed")
         axis.set_title(f"{title}, {dtype} (dashed: floor of an 8-bit AdamW step)")
-        axis.legend(fontsize=7, ncols=3)
         axis.grid(axis="y", alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
+    figure.legend(handles, names, loc="lower center", ncols=5, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 Forward, backward, clipping, step and zero_grad of a Llama from a configuration (random weights, bfloat16), LoRA of rank
 16 on every linear layer. The optimizers take rounds on the same model and batch; milliseconds are medians.
-usage: python benchmarks/peft_loop.py [--json OUT.json] [--rounds 9]
+usage: python benchmarks/peft_loop.py [--json OUT.json] [--rounds 9] [--iterations 10] [--models small 1b]
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import bnb_fsdp
 
-# hidden, layers, batch, sequence
-MODELS = {"small (0.1 B, short batches)": (768, 12, 1, 128), "1 B": (2048, 16, 1, 512)}
-ITERATIONS = 10
+# hidden, layers, batch, sequence: 0.1 billion parameters with short batches, 1 billion
+MODELS = {"small": (768, 12, 1, 128), "1b": (2048, 16, 1, 512)}
 
 
 def build(hidden: int, layers: int) -> Any:
@@ -59,26 +58,31 @@ def optimizers(params: list[torch.nn.Parameter]) -> dict[str, tuple[Any, Callabl
     }
 
 
-def iterations(model: Any, optimizer: Any, tokens: torch.Tensor, clip: list[torch.nn.Parameter]) -> float:
-    """Milliseconds of one iteration, completed."""
+def iterations(
+    model: Any, optimizer: Any, tokens: torch.Tensor, clip: list[torch.nn.Parameter], count: int
+) -> float:
+    """Milliseconds of one iteration, completed, over ``count``."""
     torch.cuda.synchronize()
     before = time.perf_counter()
-    for _ in range(ITERATIONS):
+    for _ in range(count):
         model(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(clip, 1.0)
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
-    return (time.perf_counter() - before) * 1e3 / ITERATIONS
+    return (time.perf_counter() - before) * 1e3 / count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     arguments = parser.parse_args()
     rows = []
-    for name, (hidden, layers, batch, length) in MODELS.items():
+    for name in arguments.models:
+        hidden, layers, batch, length = MODELS[name]
         model = build(hidden, layers)
         trainable = [p for p in model.parameters() if p.requires_grad]
         tokens = torch.randint(32000, (batch, length), device="cuda")
@@ -87,7 +91,7 @@ def main() -> None:
         for turn in range(arguments.rounds + 1):
             for key, (optimizer, context) in found.items():
                 with context():
-                    elapsed = iterations(model, optimizer, tokens, trainable)
+                    elapsed = iterations(model, optimizer, tokens, trainable, arguments.iterations)
                 if turn > 0:  # the first warms up
                     times[key].append(elapsed)
         reference = statistics.median(times["bitsandbytes AdamW8bit"])

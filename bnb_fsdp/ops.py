@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -142,42 +143,61 @@ def _step_cpu(
     backend.bucket(key, RULES[rule], [slot]).run([g], [hyper])
 
 
-_maps: dict[int, Tensor] = {}
+class CudaSteps:
+    """Single-tensor steps on one CUDA device. What a call needs is kept ready: the calls cost host time alone."""
+
+    def __init__(self, index: int) -> None:
+        from .backends import cuda, native
+
+        self._cuda, self._index = cuda, index
+        self._library = cuda.library()
+        host = torch.empty(self._library.maps_bytes(), dtype=torch.uint8)
+        self._library.maps(host.data_ptr())
+        self._maps = host.to(f"cuda:{index}")
+        self.maps = self._maps.data_ptr()
+        # Larger tensors have more tiles than the device has CTAs, which then take them by a ticket.
+        self._with_tickets = 4096 * torch.cuda.get_device_properties(index).multi_processor_count
+        self._entry, self._hyper = native.TensorEntry, native.Hyper
+
+    def __call__(
+        self, bits: int, rule: str, g: Tensor, p: Tensor, states: Sequence[Tensor], absmax: Sequence[Tensor],
+        step: int, hyper: Sequence[float], skip_zeros: bool, scale: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Step ``p`` on the current stream. The tensors have been checked; ``hyper``: lr to weight_decay."""
+        numel = p.numel()
+        counter = ctypes.c_float()
+        entry = self._entry(parameter=p.data_ptr(), step=ctypes.addressof(counter), numel=numel)
+        for index, state in enumerate(states):
+            entry.state[index] = state.data_ptr()
+        for index, scales in enumerate(absmax):
+            entry.absmax[index] = scales.data_ptr()
+        # A ticket counter of its own for each launch, as several may be under way.
+        tickets = torch.zeros(2, dtype=torch.int32, device=p.device) if numel > self._with_tickets else None
+        status = self._library.step(
+            rule.encode(), bits, self._cuda.DTYPES[p.dtype], self._cuda.DTYPES[g.dtype], ctypes.byref(entry),
+            g.data_ptr() or 1, ctypes.byref(self._hyper(*hyper, skip_zeros)), step,
+            None if scale is None else scale.data_ptr(), self.maps, None if tickets is None else tickets.data_ptr(),
+            self._index, self._cuda.raw_stream(self._index),
+        )  # fmt: skip
+        if status != 0:
+            raise RuntimeError(
+                f"{rule} step ({bits}-bit, {p.dtype} parameter, {g.dtype} gradient, shape {tuple(p.shape)}, "
+                f"{p.device}): {self._library.last_error()}"
+            )
 
 
-def _device_maps(index: int) -> Tensor:
-    """The code tables on a device, brought there once."""
-    from .backends.cuda import library
-
-    if index not in _maps:
-        host = torch.empty(library().maps_bytes(), dtype=torch.uint8)
-        library().maps(host.data_ptr())
-        _maps[index] = host.to(f"cuda:{index}")
-    return _maps[index]
+@cache
+def cuda_steps(index: int) -> CudaSteps:
+    """The steps of a device. Raises LibraryError if the CUDA library is missing."""
+    return CudaSteps(index)
 
 
 def _step_cuda(
     bits: int, rule: str, g: Tensor, p: Tensor, states: Sequence[Tensor], absmax: Sequence[Tensor], step: int,
     hyper: Hyper, scale: Tensor | None,
 ) -> None:  # fmt: skip
-    from .backends import cuda
-
-    library, index = cuda.library(), cuda.index_of(p.device)
-    counter = ctypes.c_float(step - 1.0)
-    entry = _entry(p, states, absmax, counter)
-    # A ticket counter of its own for each launch, as several may be under way; small tensors do without.
-    tickets = torch.zeros(2, dtype=torch.int32, device=p.device) if bits == 8 and p.numel() > 2**17 else None
-    status = library.step(
-        rule.encode(), bits, cuda.DTYPES[p.dtype], cuda.DTYPES[g.dtype], ctypes.byref(entry), g.data_ptr() or 1,
-        ctypes.byref(cuda.native_hyper(hyper)), float(step), None if scale is None else scale.data_ptr(),
-        _device_maps(index).data_ptr() if bits == 8 else None, None if tickets is None else tickets.data_ptr(),
-        index, cuda.raw_stream(index),
-    )  # fmt: skip
-    if status != 0:
-        raise RuntimeError(
-            f"{rule} step ({bits}-bit, {p.dtype} parameter, {g.dtype} gradient, shape {tuple(p.shape)}, {p.device}): "
-            f"{library.last_error()}"
-        )
+    steps = cuda_steps(p.get_device())
+    steps(bits, rule, g, p, states, absmax, step, hyper[:7], hyper.skip_zeros, scale)
 
 
 def _norms_cuda(
@@ -193,7 +213,7 @@ def _norms_cuda(
     sums = torch.zeros(2, device=p.device)
     status = library.norms(
         rule.encode(), bits, cuda.DTYPES[p.dtype], cuda.DTYPES[g.dtype], ctypes.byref(entry), g.data_ptr() or 1,
-        ctypes.byref(cuda.native_hyper(hyper)), float(step), _device_maps(index).data_ptr() if bits == 8 else None,
+        ctypes.byref(cuda.native_hyper(hyper)), float(step), cuda_steps(index).maps if bits == 8 else None,
         workspace.data_ptr(), sums.data_ptr(), index, cuda.raw_stream(index),
     )  # fmt: skip
     if status != 0:

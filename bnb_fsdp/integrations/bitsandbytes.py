@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import codebook
+from ..ops import cuda_steps
+from ..state import PARAMETER_DTYPES
 
 SUPPORTED_VERSIONS = ("0.50.2",)
 """Versions of bitsandbytes whose operators and ``step()`` were read and compared."""
@@ -113,7 +115,7 @@ class NativeKernels:
         ours = (
             rule is not None
             and gnorm_scale == 1.0
-            and state1.device == p.device
+            and state1.is_cuda
             and self._is_dynamic_map(qmap1, signed=True)
             and (qmap2 is None or self._is_dynamic_map(qmap2, signed=False))
         )
@@ -123,10 +125,20 @@ class NativeKernels:
                 step, lr, qmap1, qmap2, absmax1, absmax2, weight_decay, gnorm_scale, skip_zeros,
             )  # fmt: skip
             return
-        torch.ops.bnb_fsdp.step_8bit(
-            rule, g, p, _states(rule, p, state1, state2), _scales(rule, absmax1, absmax2), step, lr, beta1, beta2,
-            beta3, alpha, eps, weight_decay, None, skip_zeros,
-        )  # fmt: skip
+        states, scales = _states(rule, p, state1, state2), _scales(rule, absmax1, absmax2)
+        _check(g, p, states)
+        cuda_steps(p.get_device())(
+            8,
+            rule,
+            g,
+            p,
+            states,
+            scales,
+            step,
+            (lr, beta1, beta2, beta3, alpha, eps, weight_decay),
+            skip_zeros,
+            None,
+        )
 
     def _update32(
         self, optimizer_name: str, g: Tensor, p: Tensor, state1: Tensor, state2: Tensor | None,
@@ -138,7 +150,7 @@ class NativeKernels:
         ours = (
             rule is not None
             and gnorm_scale == 1.0
-            and state1.device == p.device
+            and state1.is_cuda
             and (max_unorm <= 0.0 or rule in ("adam", "momentum"))
         )
         if not ours or rule is None:
@@ -148,16 +160,17 @@ class NativeKernels:
             )  # fmt: skip
             return
         states = _states(rule, p, state1, state2)
-        hypers = (step, lr, beta1, beta2, beta3, alpha, eps, weight_decay)
+        _check(g, p, states)
+        hyper = (lr, beta1, beta2, beta3, alpha, eps, weight_decay)
         scale = None
         if max_unorm > 0.0:
-            norm = torch.ops.bnb_fsdp.update_norms(rule, g, p, states, [], *hypers)[:1]
+            norm = torch.ops.bnb_fsdp.update_norms(rule, g, p, states, [], step, *hyper)[:1]
             if unorm_vec is not None:
                 unorm_vec.copy_(norm)
             limit = max_unorm * param_norm + (eps if rule == "momentum" else 0.0)
             norm = norm.sqrt()
             scale = torch.where(norm > limit, limit / norm, 1.0)
-        torch.ops.bnb_fsdp.step_32bit(rule, g, p, states, *hypers, scale, skip_zeros)
+        cuda_steps(p.get_device())(32, rule, g, p, states, (), step, hyper, skip_zeros, scale)
 
 
 def _checked_import() -> Any:
@@ -176,6 +189,27 @@ def _checked_import() -> Any:
             "bnb_fsdp."
         )
     return module
+
+
+def _check(g: Tensor, p: Tensor, states: list[Tensor]) -> None:
+    """What upstream's Python ensures, as the kernels get addresses alone: one size, contiguous, a known dtype."""
+    numel = p.numel()
+    if (
+        g.numel() == numel
+        and all(state.numel() == numel for state in states)
+        and g.is_contiguous()
+        and p.is_contiguous()
+        and g.dtype in PARAMETER_DTYPES
+        and p.dtype in PARAMETER_DTYPES
+        and g.is_cuda
+    ):
+        return
+    raise RuntimeError(
+        f"cannot step a parameter of {p.dtype} {tuple(p.shape)}, strides {p.stride()}, on {p.device} with a "
+        f"gradient of {g.dtype} {tuple(g.shape)}, strides {g.stride()}, on {g.device} and states of "
+        f"{[state.numel() for state in states]} elements: all must be contiguous, of one size, on one CUDA device, "
+        "parameter and gradient float32, bfloat16 or float16."
+    )
 
 
 def _states(rule: str, p: Tensor, state1: Tensor, state2: Tensor | None) -> list[Tensor]:
