@@ -86,7 +86,7 @@ def _check_groups(optimizer: BlockwiseOptimizer, saved_groups: list[dict[str, An
         )
     for index, (group, saved) in enumerate(zip(groups, saved_groups)):
         # Only what this class defines: schedulers, for one, add keys of their own to a live group.
-        saved.setdefault("capturable", group["capturable"])
+        saved["capturable"] = group["capturable"]  # where counts live is this run's choice
         missing = sorted(set(optimizer.defaults) & set(group) - set(saved))
         if missing:
             raise ValueError(

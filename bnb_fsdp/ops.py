@@ -40,9 +40,15 @@ _library.define(
 
 
 def _check(
-    rule: str, g: Tensor, p: Tensor, states: Sequence[Tensor], absmax: Sequence[Tensor], step: int
+    rule: str,
+    g: Tensor,
+    p: Tensor,
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    step: int,
+    scale: Tensor | None,
 ) -> int:
-    """Bits of the states; ValueError naming what does not fit."""
+    """Bits of the states; ValueError, or RuntimeError for another device, naming what does not fit."""
     if rule not in RULES:
         raise ValueError(f"rule={rule!r} is not known; choose one of {', '.join(RULES)}.")
     wanted = len(RULES[rule].signed)
@@ -58,22 +64,38 @@ def _check(
             raise ValueError(f"{name}: dtype {tensor.dtype} is not supported; use one of {choices}.")
     dtype = torch.uint8 if absmax else torch.float32
     for name, tensor in (("g", g), *((f"states[{i}]", state) for i, state in enumerate(states))):
-        if tensor.shape != p.shape or (tensor.stride() != p.stride() and p.numel() > 1):
+        if tensor.shape != p.shape or not sharding.same_order(tensor, p.shape, p.stride()):
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, p {tuple(p.shape)} and "
                 f"{p.stride()}; they must agree."
             )
         if tensor is not g and tensor.dtype != dtype:
             raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}.")
-        if tensor.device != p.device:
-            raise ValueError(f"{name} is on {tensor.device}, p on {p.device}; they must agree.")
+        _check_device(rule, name, tensor, p)
     for index, tensor in enumerate(absmax):
-        if tensor.shape != (blocks(p.numel()),) or tensor.dtype != torch.float32 or tensor.device != p.device:
+        if (
+            tensor.shape != (blocks(p.numel()),)
+            or tensor.dtype != torch.float32
+            or not tensor.is_contiguous()
+        ):
             raise ValueError(
-                f"absmax[{index}] is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, expected "
-                f"float32 of ({blocks(p.numel())},) on {p.device}."
+                f"absmax[{index}] is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
+                f"expected contiguous float32 of ({blocks(p.numel())},)."
             )
+        _check_device(rule, f"absmax[{index}]", tensor, p)
+    if scale is not None:
+        if scale.dtype != torch.float32 or scale.numel() != 1:
+            raise ValueError(f"scale is {scale.dtype} of shape {tuple(scale.shape)}, expected one float32.")
+        _check_device(rule, "scale", scale, p)
     return 8 if absmax else 32
+
+
+def _check_device(rule: str, name: str, tensor: Tensor, p: Tensor) -> None:
+    if tensor.device != p.device:
+        raise RuntimeError(
+            f"{rule} step: {name} is on {tensor.device}, p ({p.dtype}, shape {tuple(p.shape)}) on {p.device}; "
+            "they must be on one device."
+        )
 
 
 def _check_dense(p: Tensor) -> None:
@@ -149,10 +171,17 @@ class CudaSteps:
     def __init__(self, index: int) -> None:
         from .backends import cuda, native
 
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first call for cuda:{index} brings tables to the device, which a CUDA graph cannot capture: make "
+                "a call before the capture."
+            )
+        cuda.check_device(torch.device("cuda", index))
         self._cuda, self._index = cuda, index
         self._library = cuda.library()
         host = torch.empty(self._library.maps_bytes(), dtype=torch.uint8)
-        self._library.maps(host.data_ptr())
+        if self._library.maps(host.data_ptr()) != 0:
+            raise RuntimeError(f"code tables: {self._library.last_error()}")
         self._maps = host.to(f"cuda:{index}")
         self.maps = self._maps.data_ptr()
         # Larger tensors have more tiles than the device has CTAs, which then take them by a ticket.
@@ -188,7 +217,7 @@ class CudaSteps:
 
 @cache
 def cuda_steps(index: int) -> CudaSteps:
-    """The steps of a device. Raises LibraryError if the CUDA library is missing."""
+    """The steps of a device. LibraryError if the CUDA library is missing, RuntimeError without kernels for it."""
     return CudaSteps(index)
 
 
@@ -236,22 +265,22 @@ def _register(dispatch_key: str) -> None:
     ) -> None:  # fmt: skip
         if not absmax:
             raise ValueError("absmax is empty; step_32bit takes states without scales.")
-        _check(rule, g, p, states, absmax, step)
+        _check(rule, g, p, states, absmax, step, scale)
         _check_dense(p)
         hyper = _hyper(lr, beta1, beta2, beta3, alpha, eps, weight_decay, skip_zeros)
         run(8, rule, g, p, states, absmax, step, hyper, scale)
-        torch.autograd.graph.increment_version([p])
+        torch.autograd.graph.increment_version([p, *states, *absmax])
 
     def step_32bit(
         rule: str, g: Tensor, p: Tensor, states: list[Tensor], step: int, lr: float,
         beta1: float = 0.0, beta2: float = 0.0, beta3: float = 0.0, alpha: float = 0.0, eps: float = 0.0,
         weight_decay: float = 0.0, scale: Tensor | None = None, skip_zeros: bool = False,
     ) -> None:  # fmt: skip
-        _check(rule, g, p, states, (), step)
+        _check(rule, g, p, states, (), step, scale)
         _check_dense(p)
         hyper = _hyper(lr, beta1, beta2, beta3, alpha, eps, weight_decay, skip_zeros)
         run(32, rule, g, p, states, (), step, hyper, scale)
-        torch.autograd.graph.increment_version([p])
+        torch.autograd.graph.increment_version([p, *states])
 
     _library.impl("step_8bit", step_8bit, dispatch_key)
     _library.impl("step_32bit", step_32bit, dispatch_key)
@@ -262,7 +291,7 @@ def _update_norms(
     beta1: float = 0.0, beta2: float = 0.0, beta3: float = 0.0, alpha: float = 0.0, eps: float = 0.0,
     weight_decay: float = 0.0, scale: Tensor | None = None, skip_zeros: bool = False,
 ) -> Tensor:  # fmt: skip
-    bits = _check(rule, g, p, states, absmax, step)
+    bits = _check(rule, g, p, states, absmax, step, scale)
     _check_dense(p)
     hyper = _hyper(lr, beta1, beta2, beta3, alpha, eps, weight_decay, skip_zeros)
     return _norms_cuda(bits, rule, g, p, states, absmax, step, hyper)
@@ -275,15 +304,15 @@ _library.impl("update_norms", _update_norms, "CUDA")
 
 @torch.library.register_fake("bnb_fsdp::step_8bit", lib=_library)
 def _(rule, g, p, states, absmax, step, *_args, **_kwargs):  # type: ignore[no-untyped-def]
-    _check(rule, g, p, states, absmax, step)
+    _check(rule, g, p, states, absmax, step, None)
 
 
 @torch.library.register_fake("bnb_fsdp::step_32bit", lib=_library)
 def _(rule, g, p, states, step, *_args, **_kwargs):  # type: ignore[no-untyped-def]
-    _check(rule, g, p, states, (), step)
+    _check(rule, g, p, states, (), step, None)
 
 
 @torch.library.register_fake("bnb_fsdp::update_norms", lib=_library)
 def _(rule, g, p, states, absmax, step, *_args, **_kwargs):  # type: ignore[no-untyped-def]
-    _check(rule, g, p, states, absmax, step)
+    _check(rule, g, p, states, absmax, step, None)
     return p.new_empty(2, dtype=torch.float32)

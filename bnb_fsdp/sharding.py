@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,17 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     # FSDP2 gives a gradient the very spec object of its parameter: the usual case costs one comparison.
     return a._spec is b._spec or (
         a.device_mesh == b.device_mesh and a.placements == b.placements and a.shape == b.shape
+    )
+
+
+def same_order(a: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of ``a`` lie in the order of a tensor of this shape and strides: where a dimension has one
+    element its stride does not matter (a convolution's 1 x 1 weight and its gradient often differ there)."""
+    own = a.stride()
+    return (
+        own == strides
+        or all(size == 1 or x == y for size, x, y in zip(shape, own, strides))
+        or a.numel() <= 1
     )
 
 

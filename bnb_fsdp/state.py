@@ -100,6 +100,13 @@ def expected_bytes(numel: int, bits: int, rule: Rule) -> int:
     return per_state * len(rule.states) + 4
 
 
+def _elsewhere(name: str, key: str, value: Tensor, shard: Tensor, rule: Rule) -> str:
+    return (
+        f"{name}: {key} is on {value.device} but the parameter is on {shard.device} ({rule.name} step, {shard.dtype}, "
+        f"shape {tuple(shard.shape)}). Move the state back to the parameter's device before step()."
+    )
+
+
 def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) -> None:
     """Raise if ``state`` does not fit the local shard: ValueError for shape or dtype, RuntimeError for device."""
     bits = bits_of(state)
@@ -112,10 +119,7 @@ def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) ->
                 f"shape {tuple(shard.shape)} and needs {wanted}. The state belongs to another sharding or model."
             )
         if value.device != shard.device:
-            raise RuntimeError(
-                f"{name}: {key} is on {value.device} but the parameter is on {shard.device}. "
-                "Move the state back to the parameter's device before step()."
-            )
+            raise RuntimeError(_elsewhere(name, key, value, shard, rule))
         if value.stride() != shard.stride() and value.numel() > 1:
             raise ValueError(
                 f"{name}: {key} has strides {value.stride()}, the parameter {shard.stride()}; "
@@ -133,9 +137,7 @@ def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) ->
                     f"contiguous float32 of ({blocks(shard.numel())},): one scale per 256 elements of the local shard."
                 )
             if scales.device != shard.device:
-                raise RuntimeError(
-                    f"{name}: {absmax_key(key)} is on {scales.device}, the parameter on {shard.device}."
-                )
+                raise RuntimeError(_elsewhere(name, absmax_key(key), scales, shard, rule))
     step = state["step"]
     if (
         not isinstance(step, Tensor)

@@ -141,3 +141,69 @@ def test_update_norms(rule: str, bits: int, numel: int) -> None:
         u = direction32(RULES[rule], HYPER, 3, g.cpu(), tuple(host))
     want = torch.stack([u.double().square().sum(), p.cpu().double().square().sum()])
     assert torch.allclose(first.cpu().double(), want, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"scale": torch.ones(1, dtype=torch.float64)},
+            ValueError,
+            "scale is torch.float64.*expected one float32",
+        ),
+        ({"scale": torch.ones(3)}, ValueError, r"scale is torch.float32 of shape \(3,\)"),
+        (
+            {"absmax": [torch.zeros(8)[::2]] * 2},
+            ValueError,
+            r"absmax\[0\].*strides \(2,\), expected contiguous",
+        ),
+        (
+            {"g": torch.zeros(1000, device="meta")},
+            RuntimeError,
+            r"adam step: g is on meta, p \(torch.float32, shape",
+        ),
+    ],
+)
+def test_what_only_addresses_would_hide_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    _, g, p, states, absmax, *rest = make("adam", 8, "cpu")
+    given = {"g": g, "absmax": absmax, "scale": None} | change
+    with pytest.raises(error, match=message):
+        torch.ops.bnb_fsdp.step_8bit("adam", given["g"], p, states, given["absmax"], *rest, given["scale"])
+
+
+def test_all_mutated_tensors_count_their_versions() -> None:
+    arguments = make("lion", 8, "cpu")
+    torch.ops.bnb_fsdp.step_8bit(*arguments)
+    assert [t._version for t in (arguments[2], *arguments[3], *arguments[4])] == [1, 1, 1]
+
+
+def test_strides_of_dimensions_with_one_element_do_not_matter() -> None:
+    """The gradient of a convolution's 1 x 1 weight in channels-last training: the same order, other strides."""
+    p = torch.randn(8, 16, 1, 1)
+    g = torch.randn(8 * 16).as_strided((8, 16, 1, 1), (16, 1, 16, 16))
+    states = [torch.zeros_like(p) for _ in range(2)]
+    torch.ops.bnb_fsdp.step_32bit("adam", g, p, states, 1, *FLOATS)
+    assert torch.equal(states[0], g * torch.tensor(1 - FLOATS[1], dtype=torch.float32)) or states[0].any()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("numel", [2**20 + 5, 2**23])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_tensors_of_more_tiles_than_multiprocessors(bits: int, numel: int) -> None:
+    """They take tickets; a step in two halves, at a block's boundary, gives the same bits without."""
+    whole, halves = make("adam", bits, "cuda", numel), make("adam", bits, "cuda", numel)
+    operator(bits)(*whole)
+    middle = 2**18
+    for start in range(0, numel, middle):
+        part = slice(start, min(start + middle, numel))
+        scales = slice(start // 256, -(-part.stop // 256))
+        _, g, p, states, *rest = halves
+        arguments = ["adam", g[part], p[part], [s[part] for s in states]]
+        if bits == 8:
+            arguments.append([a[scales] for a in rest[0]])
+        operator(bits)(*arguments, *(rest[1:] if bits == 8 else rest))
+    for a, b in zip((whole[2], *whole[3]), (halves[2], *halves[3])):
+        assert torch.equal(a, b)

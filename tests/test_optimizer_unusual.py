@@ -168,3 +168,69 @@ def test_paged_is_refused_with_a_reason_and_its_default_accepted() -> None:
     make(is_paged=False)
     with pytest.raises(ValueError, match=r"AdamW8bit\(is_paged=True\): this version has no paged"):
         make(is_paged=True)
+
+
+def test_step_under_torch_compile_runs_as_it_is() -> None:
+    results = []
+    for compiled in (False, True):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5000))
+        optimizer = bnb_fsdp.AdamW8bit([parameter], lr=1e-2)
+        step = torch.compile(optimizer.step) if compiled else optimizer.step
+        for _ in range(3):
+            parameter.grad = parameter.detach() * 2
+            step()
+        results.append((parameter.detach(), optimizer.state[parameter]["state1"]))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_a_bucket_that_fails_leaves_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two native calls the second fails: autograd must know that the first has changed its parameters."""
+    parameters = [
+        torch.nn.Parameter(torch.ones(5000, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    optimizer = bnb_fsdp.AdamW8bit(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    versions = [parameter._version for parameter in parameters]
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no more")
+
+    for name in ("run", "run_pointers"):
+        monkeypatch.setattr(optimizer._plan._buckets[1].prepared, name, fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        optimizer.step()
+    assert [p._version - v for p, v in zip(parameters, versions)] == [1, 0]
+
+
+def test_a_gradient_with_other_strides_of_single_elements_is_not_copied() -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 128, 1, 1))
+    optimizer = bnb_fsdp.AdamW8bit([weight])
+    gradient = torch.randn(64 * 128).as_strided((64, 128, 1, 1), (128, 1, 128, 128))
+    twin = torch.nn.Parameter(weight.detach().clone())
+    other = bnb_fsdp.AdamW8bit([twin])
+    for _ in range(3):
+        weight.grad, twin.grad = gradient, gradient.contiguous(memory_format=torch.contiguous_format).clone()
+        optimizer.step()
+        other.step()
+    assert optimizer._plan._gatherer is None or optimizer._plan._gatherer.difference == 0
+    assert torch.equal(weight, twin)
+
+
+def test_capturable_may_be_changed_and_stays_this_runs_choice() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5000))
+    optimizer = bnb_fsdp.AdamW8bit([parameter], capturable=True)
+    parameter.grad = torch.ones(5000)
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].device.type == "cpu"  # it has a meaning on CUDA alone
+    saved = bnb_fsdp.AdamW8bit([parameter]).state_dict()
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["capturable"] is True
+    plan = optimizer._plan
+    optimizer.step()
+    optimizer.param_groups[0]["capturable"] = False
+    optimizer.step()
+    assert optimizer._plan is not plan
+    with pytest.raises(ValueError, match="capturable='yes'; choose True or False"):
+        bnb_fsdp.AdamW8bit([parameter], capturable="yes")

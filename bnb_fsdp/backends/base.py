@@ -65,6 +65,10 @@ class PointerBucket(Bucket, Protocol):
         """
 
 
+# A bucket may have a method `check(hypers, capturing)`: called before any bucket of a step runs, it raises for what
+# this one could not do. Without it a bucket cannot be captured in a CUDA graph.
+
+
 class Backend(Protocol):
     """A way to run buckets on some device types."""
 

@@ -69,6 +69,7 @@ class CpuBucket:
         self._key = key
         self._slots = tuple(slots)  # keeps every tensor of the table alive
         self._entries = (native.TensorEntry * len(slots))(*map(_entry, slots))
+        self._used = frozenset(slot.group for slot in slots)
         self._library = library
         self._step = library.function(
             "bnb_fsdp_cpu_step",
@@ -96,9 +97,10 @@ class CpuBucket:
         self.run_pointers(pointers.buffer_info()[0], hypers)
 
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> None:
-        table = (native.Hyper * len(hypers))(
-            *(native.Hyper(*hyper[:7], int(hyper.skip_zeros)) for hyper in map(read_rate, hypers))
-        )
+        table = (native.Hyper * len(hypers))()
+        for group in self._used:
+            hyper = read_rate(hypers[group])
+            table[group] = native.Hyper(*hyper[:7], int(hyper.skip_zeros))
         key = self._key
         threads = thread_budget()
         status = self._step(

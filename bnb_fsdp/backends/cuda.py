@@ -143,7 +143,8 @@ class CudaBucket:
         self._slots = tuple(slots)  # keeps every tensor of the table alive
         self._library = library()
         self._index = index_of(key.device)
-        self._groups = max((slot.group for slot in slots), default=0) + 1
+        self._used = sorted({slot.group for slot in slots})
+        self._groups = max(self._used, default=0) + 1
         handle = ctypes.c_void_p()
         entries = (native.TensorEntry * len(slots))(*map(entry, slots))
         self._check(
@@ -166,19 +167,30 @@ class CudaBucket:
         self.captured = False
         """Whether a CUDA graph holds a step of this bucket and so needs its table for as long as it is replayed."""
 
+    def check(self, hypers: Sequence[Hyper], capturing: bool) -> None:
+        """RuntimeError for a capture this bucket cannot be part of, ValueError for an unusable learning rate."""
+        for group in self._used:
+            device_rate(hypers[group], self._key.device)
+        if not capturing:
+            return
+        if not self._key.steps_on_device:
+            raise RuntimeError(
+                "step() in a CUDA graph needs its step counts on the device: construct the optimizer with "
+                "capturable=True."
+            )
+        if self._index != torch.cuda.current_device():
+            raise RuntimeError(
+                f"step() in a CUDA graph of cuda:{torch.cuda.current_device()} cannot step parameters on "
+                f"{self._key.device}: a graph holds one device's work. Use an optimizer for each device."
+            )
+        self.captured = True
+
     def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
         pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
         self.run_pointers(pointers.buffer_info()[0], hypers)
 
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         """As `run`, with gradient addresses. ``scales``: float32 of one update scale a slot, on the device."""
-        if torch.cuda.is_current_stream_capturing():
-            if not self._key.steps_on_device:
-                raise RuntimeError(
-                    "step() in a CUDA graph needs its step counts on the device: construct the optimizer with "
-                    "capturable=True."
-                )
-            self.captured = True
         if scales is None:
             scales = self._constant_scales(hypers)
         stream = self._enter(hypers)
@@ -208,7 +220,7 @@ class CudaBucket:
         """Hand the hyperparameters over; returns the current stream, on which the table is now in use."""
         # Tensors must not be compared: that would read them.
         if any(hyper.rate is not None for hyper in hypers) or tuple(hypers) != self._known:
-            for index in range(self._groups):
+            for index in self._used:
                 self._hypers[index] = native_hyper(hypers[index])
                 self._rates[index] = device_rate(hypers[index], self._key.device)
             self._known = () if any(hyper.rate is not None for hyper in hypers) else tuple(hypers)

@@ -31,7 +31,7 @@ class TorchBucket:
 
     @torch.no_grad()
     def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
-        hypers = [read_rate(hyper) for hyper in hypers]
+        used = {slot.group: read_rate(hypers[slot.group]) for slot in self.slots}
         for slot, gradient in zip(self.slots, gradients):
             if gradient is None:
                 continue
@@ -43,7 +43,7 @@ class TorchBucket:
                 part = slice(start, start + _CHUNK)
                 scales = slice(start // BLOCK_SIZE, (start + _CHUNK) // BLOCK_SIZE)
                 self._update(
-                    hypers[slot.group],
+                    used[slot.group],
                     step,
                     gradient[part],
                     parameter[part],

@@ -63,50 +63,53 @@ BNB_FSDP_API int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dty
 
 // ---- libbnb_fsdp_cuda. It exports the four general functions above as well. ----
 //
-// Launches go to `stream` (a cudaStream_t of `device`) and to no other; nothing waits for the device, and no device
-// memory is allocated. The current device is the caller's again afterwards.
+// Launches go to `stream` (a cudaStream_t of `device`) and to no other; nothing waits for the device, and no
+// device memory is allocated. The current device is the caller's again afterwards.
 
 // 0 if there are kernels for the device's architecture.
 BNB_FSDP_API int bnb_fsdp_cuda_check(int device);
-// "auto": the best kernels each device can run; "portable": those that every device can. For kernels found later.
+// "auto": the best kernels each device can run; "portable": those that every device can. For kernels found
+// later.
 BNB_FSDP_API int bnb_fsdp_cuda_set_kernels(const char* name);
 
-// A bucket: tensors that share rule, bits and dtypes, stepped by one launch. tensors[].step are counters on the host,
-// or, with steps_on_device, on the device, where the step then advances them.
+// A bucket: tensors that share rule, bits and dtypes, stepped by one launch. tensors[].step are counters on the
+// host, or, with steps_on_device, on the device, where the step then advances them.
 typedef struct bnb_fsdp_cuda_bucket bnb_fsdp_cuda_bucket;
-BNB_FSDP_API int bnb_fsdp_cuda_bucket_create(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
-                                             const bnb_fsdp_tensor* tensors, int64_t count, int64_t groups,
-                                             int steps_on_device, int device, bnb_fsdp_cuda_bucket** bucket);
+BNB_FSDP_API int bnb_fsdp_cuda_bucket_create(const char* rule, int bits, int parameter_dtype,
+                                             int gradient_dtype, const bnb_fsdp_tensor* tensors, int64_t count,
+                                             int64_t groups, int steps_on_device, int device,
+                                             bnb_fsdp_cuda_bucket** bucket);
 BNB_FSDP_API void bnb_fsdp_cuda_bucket_destroy(bnb_fsdp_cuda_bucket* bucket);
 // What the caller copies to device memory (aligned to 128 bytes) before the first step, and its size.
 BNB_FSDP_API const void* bnb_fsdp_cuda_bucket_image(const bnb_fsdp_cuda_bucket* bucket, int64_t* bytes);
 BNB_FSDP_API int64_t bnb_fsdp_cuda_bucket_tiles(const bnb_fsdp_cuda_bucket* bucket);
-// Steps every tensor whose gradient is not NULL. `memory` is the image on the device. rates[group], where it is not
-// NULL, is a learning rate in device memory that replaces the one in `hypers`; `scales` has one float a tensor in
-// device memory (LAMB, LARS); both may be NULL.
-BNB_FSDP_API int bnb_fsdp_cuda_bucket_step(bnb_fsdp_cuda_bucket* bucket, void* memory, const void* const* gradients,
-                                           const bnb_fsdp_hyper* hypers, const float* const* rates,
-                                           const float* scales, void* stream);
+// Steps every tensor whose gradient is not NULL. `memory` is the image on the device. rates[group], where it is
+// not NULL, is a learning rate in device memory that replaces the one in `hypers`; `scales` has one float a
+// tensor in device memory (LAMB, LARS); both may be NULL.
+BNB_FSDP_API int bnb_fsdp_cuda_bucket_step(bnb_fsdp_cuda_bucket* bucket, void* memory,
+                                           const void* const* gradients, const bnb_fsdp_hyper* hypers,
+                                           const float* const* rates, const float* scales, void* stream);
 // Writes to sums[2 * i], sums[2 * i + 1] the sum of squares of tensor i's coming update and of its parameter.
 // workspace: two floats a tile. Rules "adam" and "momentum".
-BNB_FSDP_API int bnb_fsdp_cuda_bucket_norms(bnb_fsdp_cuda_bucket* bucket, void* memory, const void* const* gradients,
-                                            const bnb_fsdp_hyper* hypers, float* workspace, float* sums,
-                                            void* stream);
+BNB_FSDP_API int bnb_fsdp_cuda_bucket_norms(bnb_fsdp_cuda_bucket* bucket, void* memory,
+                                            const void* const* gradients, const bnb_fsdp_hyper* hypers,
+                                            float* workspace, float* sums, void* stream);
 
-// One tensor without a bucket. tensor->step must not be NULL but is not advanced: `step` counts the steps, this one
-// included. maps: device memory with what bnb_fsdp_cuda_maps() writes; tickets: two zeros in device memory that no
-// other launch uses at the time, needed by tensors of more tiles than the device has multiprocessors; scale: one float on the device, or NULL.
+// One tensor without a bucket. tensor->step must not be NULL but is not advanced: `step` counts the steps, this
+// one included. maps: device memory with what bnb_fsdp_cuda_maps() writes; tickets: two zeros in device memory
+// that no other launch uses at the time, needed by tensors of more tiles than the device has multiprocessors;
+// scale: one float on the device, or NULL.
 BNB_FSDP_API int64_t bnb_fsdp_cuda_maps_bytes(void);
 BNB_FSDP_API int bnb_fsdp_cuda_maps(void* memory);
 BNB_FSDP_API int64_t bnb_fsdp_cuda_tiles(int64_t numel);
 BNB_FSDP_API int bnb_fsdp_cuda_step(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
-                                    const bnb_fsdp_tensor* tensor, const void* gradient, const bnb_fsdp_hyper* hyper,
-                                    float step, const float* scale, const void* maps, void* tickets, int device,
-                                    void* stream);
+                                    const bnb_fsdp_tensor* tensor, const void* gradient,
+                                    const bnb_fsdp_hyper* hyper, float step, const float* scale,
+                                    const void* maps, void* tickets, int device, void* stream);
 BNB_FSDP_API int bnb_fsdp_cuda_norms(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
                                      const bnb_fsdp_tensor* tensor, const void* gradient,
-                                     const bnb_fsdp_hyper* hyper, float step, const void* maps, float* workspace,
-                                     float* sums, int device, void* stream);
+                                     const bnb_fsdp_hyper* hyper, float step, const void* maps,
+                                     float* workspace, float* sums, int device, void* stream);
 
 #ifdef __cplusplus
 }

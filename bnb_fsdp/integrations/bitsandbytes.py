@@ -38,7 +38,7 @@ def use_native_kernels() -> NativeKernels:
     use one kind of kernels from its first step.
 
     Raises RuntimeError if bitsandbytes is missing or of a version not in `SUPPORTED_VERSIONS`, or if the CUDA library
-    is missing; nothing is changed then. Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2050.
+    is missing or has no kernels for one of the devices; nothing is changed then. Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2050.
     """
     global _active
     if _active is None:
@@ -53,7 +53,9 @@ class NativeKernels:
         self._optimizer_module = _checked_import()
         from ..backends import cuda
 
-        cuda.library()  # a missing library shows before anything is changed
+        cuda.library()  # a missing library, or one without kernels for a device, shows before anything is changed
+        for index in range(torch.cuda.device_count()):
+            cuda.check_device(torch.device("cuda", index))
         self._upstream_sync = self._optimizer_module.sync_gpu
         kernels = __import__("bitsandbytes.backends.cuda.ops", fromlist=["ops"])
         self._upstream8: Callable[..., None] = kernels._optimizer_update_8bit_blockwise_impl
@@ -62,8 +64,14 @@ class NativeKernels:
         registrations: Any = torch.library.Library("bitsandbytes", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            registrations.impl("optimizer_update_8bit_blockwise", self._update8, "CUDA", allow_override=True)
-            registrations.impl("optimizer_update_32bit", self._update32, "CUDA", allow_override=True)
+            try:
+                registrations.impl(
+                    "optimizer_update_8bit_blockwise", self._update8, "CUDA", allow_override=True
+                )
+                registrations.impl("optimizer_update_32bit", self._update32, "CUDA", allow_override=True)
+            except Exception:
+                registrations._destroy()
+                raise
         self._registrations = registrations
         self._optimizer_module.sync_gpu = self._sync
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from .. import arithmetic as f32
 from .. import backends, checkpoint, state
@@ -132,11 +133,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    @_disable_dynamo  # native calls on addresses: nothing that torch.compile could trace
+    def _update(self) -> None:
         hypers = [self.hyper(group) for group in self.param_groups]
         if self._plan is None or not self._plan.gather(self):
             self._plan = self._new_plan()
         self._plan.run(hypers)
-        return loss
 
     def _new_plan(self) -> Plan:
         """A plan that holds this step's gradients; if they are refused, nothing is left of it."""

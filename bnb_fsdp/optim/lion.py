@@ -31,7 +31,8 @@ class Lion(BlockwiseOptimizer):
         is_paged: must be False: this version has no paged state.
         overrides: ``{name pattern or parameter: {"optim_bits": ..., "min_8bit_size": ...}}``.
         backend: "auto", "cpu", "cuda" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
-        capturable: keep step counts on the CUDA device, so that a CUDA graph can capture `step`.
+        capturable: keep step counts on the CUDA device, so that a CUDA graph can capture `step`. A graph holds the
+            state it was captured with: capture again after `load_state_dict` or `add_param_group`.
 
     Raises:
         ValueError: a hyperparameter out of range, an unsupported dtype, placement or storage.

@@ -7,7 +7,7 @@ made for and reports otherwise, so that loading, moving or replacing state never
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -98,6 +98,7 @@ class Plan:
         self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         self._fresh = fresh
         self._state.update(fresh)
+        self._capturable = [group["capturable"] for group in self._groups]
         self._gatherer: Gatherer | None = None
         self._by_pointers = all(isinstance(bucket.prepared, PointerBucket) for bucket in self._buckets)
         self._found: int | None = None
@@ -170,6 +171,8 @@ class Plan:
         """
         if optimizer.state is not self._state or optimizer.param_groups is not self._groups:
             return False
+        if [group["capturable"] for group in self._groups] != self._capturable:
+            return False
         if self._gatherer is not None:
             self._found = self._gatherer.gather(self._groups, self._state)
             if self._found is not None:
@@ -241,31 +244,45 @@ class Plan:
 
     def run(self, hypers: Sequence[Hyper]) -> None:
         """Step every bucket with the gradients `gather` collected, and let go of them."""
+        done = 0  # parameters of the buckets that were stepped
         try:
-            updated = self._run(hypers) if self._found is None else self._run_pointers(hypers)
-            # Native code is invisible to autograd: without this, a later backward would not notice the change.
-            torch.autograd.graph.increment_version(updated)
+            self._check(hypers)
+            for bucket in self._buckets:
+                if self._found is None:
+                    bucket.prepared.run(bucket.gradients, hypers)
+                else:
+                    assert self._gatherer is not None
+                    # There is a gatherer only if all buckets take pointers.
+                    cast(PointerBucket, bucket.prepared).run_pointers(self._gatherer.pointer(done), hypers)
+                done += len(bucket.slots)
         finally:
+            # Native code is invisible to autograd: without this, a later backward would not notice the change.
+            torch.autograd.graph.increment_version(self._updated(done))
             self._release()
 
-    def _run(self, hypers: Sequence[Hyper]) -> list[Tensor]:
-        """Step with the gradients `_gather` collected; returns the parameters that had one."""
+    def _check(self, hypers: Sequence[Hyper]) -> None:
+        """Refuse, before any bucket is stepped, what one of them could not do."""
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
         for bucket in self._buckets:
-            bucket.prepared.run(bucket.gradients, hypers)
-        gradients = (gradient for bucket in self._buckets for gradient in bucket.gradients)
-        return [parameter for parameter, gradient in zip(self._parameters, gradients) if gradient is not None]
+            check = getattr(bucket.prepared, "check", None)
+            if check is not None:
+                check(hypers, capturing)
+            elif capturing:
+                raise RuntimeError(
+                    f"step() in a CUDA graph: parameters on {bucket.key.device} are stepped by a backend that a graph "
+                    "cannot capture. Only the native CUDA kernels can be; see python -m bnb_fsdp doctor."
+                )
 
-    def _run_pointers(self, hypers: Sequence[Hyper]) -> list[Tensor]:
-        """Step with the pointers the gatherer collected; returns the parameters that had one."""
-        assert self._gatherer is not None
-        slot = 0
-        for bucket in self._buckets:
-            prepared = cast(PointerBucket, bucket.prepared)  # there is a gatherer only if all are
-            prepared.run_pointers(self._gatherer.pointer(slot), hypers)
-            slot += len(bucket.slots)
-        if self._found == len(self._parameters):
+    def _updated(self, done: int) -> list[Tensor]:
+        """Of the first ``done`` parameters those that had a gradient."""
+        if done == len(self._parameters) == self._found:
             return self._parameters
-        return list(itertools.compress(self._parameters, self._gatherer.has_gradient()))
+        if self._found is not None:
+            assert self._gatherer is not None
+            had: Iterable[Any] = self._gatherer.has_gradient()
+        else:
+            had = (gradient is not None for bucket in self._buckets for gradient in bucket.gradients)
+        return list(itertools.compress(self._parameters[:done], had))
 
     def _release(self) -> None:
         for bucket in self._buckets:
@@ -323,6 +340,6 @@ def _local_gradient(item: _Item, gradient: Tensor) -> Tensor:
     if local.dtype not in state.PARAMETER_DTYPES:
         choices = ", ".join(str(dtype) for dtype in state.PARAMETER_DTYPES)
         raise ValueError(f"{item.name}: gradient dtype {local.dtype} is not supported; use one of {choices}.")
-    if local.stride() == item.layout[1] or local.numel() <= 1:
+    if sharding.same_order(local, *item.layout):
         return local
     return torch.empty_like(item.shard, dtype=local.dtype).copy_(local)

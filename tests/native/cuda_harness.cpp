@@ -1,7 +1,9 @@
-// Runs every CUDA kernel once or twice through the C interface, for compute-sanitizer: allocations have exactly the
-// bytes their tensors need, so that an access behind them is seen. No comparisons: tests/test_cuda_parity.py has those.
+// Runs every CUDA kernel once or twice through the C interface, for compute-sanitizer: allocations have exactly
+// the bytes their tensors need, so that an access behind them is seen. No comparisons:
+// tests/test_cuda_parity.py has those.
 //
-//   g++ -std=c++17 -I bnb_fsdp/csrc tests/native/cuda_harness.cpp -o harness -L LIBRARY_DIRECTORY -lbnb_fsdp_cuda
+//   g++ -std=c++17 -I bnb_fsdp/csrc tests/native/cuda_harness.cpp -o harness -L LIBRARY_DIRECTORY
+//   -lbnb_fsdp_cuda
 //       -I CUDA/include -L CUDA/lib64 -lcudart
 //   compute-sanitizer --tool memcheck ./harness        (and --tool racecheck ./harness short)
 #include <cuda_runtime.h>
@@ -76,7 +78,8 @@ struct Made {
 };
 
 // Gradients lie `shift` elements behind the start of their memory, and end where it ends.
-Made make(const std::vector<int64_t>& sizes, int states, int bits, int p, int g, int shift, bool steps_on_device) {
+Made make(const std::vector<int64_t>& sizes, int states, int bits, int p, int g, int shift,
+          bool steps_on_device) {
   Made made;
   made.steps.resize(sizes.size());
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -104,8 +107,9 @@ void run(const char* rule, int states, int bits, int p, int g, int shift, const 
   Made made = make(sizes, states, bits, p, g, shift, steps_on_device);
   const auto count = static_cast<int64_t>(sizes.size());
   bnb_fsdp_cuda_bucket* bucket = nullptr;
-  check(bnb_fsdp_cuda_bucket_create(rule, bits, p, g, made.tensors.data(), count, 2, steps_on_device, 0, &bucket),
-        rule);
+  check(
+      bnb_fsdp_cuda_bucket_create(rule, bits, p, g, made.tensors.data(), count, 2, steps_on_device, 0, &bucket),
+      rule);
   int64_t bytes = 0;
   const void* image = bnb_fsdp_cuda_bucket_image(bucket, &bytes);
   void* memory = device(image, static_cast<size_t>(bytes));

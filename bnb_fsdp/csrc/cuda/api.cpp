@@ -104,7 +104,8 @@ cudaError_t allow_shared_memory(const void* function, int bytes, int device) {
 }
 
 // Of the current device; 0 and `kernel`, or the error told.
-int find_kernel(const char* rule, int bits, int parameter_dtype, int gradient_dtype, int device, Kernel& kernel) {
+int find_kernel(const char* rule, int bits, int parameter_dtype, int gradient_dtype, int device,
+                Kernel& kernel) {
   const KernelSet* set = kernel_set(rule);
   const auto known = [](int dtype) { return dtype >= 0 && dtype < kDtypes; };
   if (set == nullptr || (bits != 8 && bits != 32) || !known(parameter_dtype) || !known(gradient_dtype))
@@ -117,13 +118,16 @@ int find_kernel(const char* rule, int bits, int parameter_dtype, int gradient_dt
   kernel.states = set->states;
   const void* const bulk = bits == 8 ? set->bulk8[p][g] : set->bulk32[p][g];
   const int bulk_bytes = bits == 8 ? set->bulk8_bytes[p][g] : set->bulk32_bytes[p][g];
-  kernel.tickets = !portable_only && attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 &&
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, bulk);
+  if (error != cudaSuccess) return fail(where, error);
+  // Code made for an older architecture may run here all the same, but has no bulk kernels in it.
+  kernel.tickets = !portable_only && attributes.ptxVersion >= 90 &&
                    bulk_bytes <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   kernel.function = kernel.tickets ? bulk : bits == 8 ? set->warp8[p][g] : set->step32[p][g];
   kernel.shared_bytes = kernel.tickets ? bulk_bytes : bits == 8 ? set->warp8_bytes : 0;
   kernel.norms = bits == 8 ? set->norms8[p][g] : set->norms32[p][g];
-  cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel.function);
+  error = cudaFuncGetAttributes(&attributes, kernel.function);
   if (error != cudaSuccess) return fail(where, error);
   kernel.threads = attributes.maxThreadsPerBlock;  // what __launch_bounds__ says
   if (!kernel.tickets && bits == 32) return 0;     // a CTA for every tile
@@ -299,7 +303,8 @@ int set_values(const bnb_fsdp_cuda_bucket& b, void* memory, const void* const* g
   if (on_device) return upload_all(b, memory, gradients, hypers, rates, stream, values);
   if (b.count > 0) memcpy(values.inline_gradients, gradients, static_cast<size_t>(b.count) * sizeof(void*));
   for (int64_t i = 0; i < b.count; ++i) values.inline_steps[i] = next_step(b, gradients, i);
-  if (b.groups > 0) memcpy(values.inline_hypers, hypers, static_cast<size_t>(b.groups) * sizeof(bnb_fsdp_hyper));
+  if (b.groups > 0)
+    memcpy(values.inline_hypers, hypers, static_cast<size_t>(b.groups) * sizeof(bnb_fsdp_hyper));
   return 0;
 }
 
@@ -313,7 +318,8 @@ Launch& launch_buffer() {
 int single(const char* rule, int bits, int parameter_dtype, int gradient_dtype, const bnb_fsdp_tensor* tensor,
            const void* gradient, const bnb_fsdp_hyper* hyper, float step, const void* maps, int device,
            Kernel& kernel, Launch& values) {
-  if (tensor == nullptr || hyper == nullptr || gradient == nullptr) return fail("tensor, hyper or gradient is NULL");
+  if (tensor == nullptr || hyper == nullptr || gradient == nullptr)
+    return fail("tensor, hyper or gradient is NULL");
   if (find_kernel(rule, bits, parameter_dtype, gradient_dtype, device, kernel) != 0) return 1;
   if (const char* problem = check(*tensor, bits, kernel.states, 1)) return fail(problem);
   if (bits == 8 && maps == nullptr) return fail("maps is NULL");
@@ -377,8 +383,8 @@ int bnb_fsdp_cuda_maps(void* memory) {
 int64_t bnb_fsdp_cuda_tiles(int64_t numel) { return tiles_of(numel); }
 
 int bnb_fsdp_cuda_bucket_create(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
-                                const bnb_fsdp_tensor* tensors, int64_t count, int64_t groups, int steps_on_device,
-                                int device, bnb_fsdp_cuda_bucket** bucket) {
+                                const bnb_fsdp_tensor* tensors, int64_t count, int64_t groups,
+                                int steps_on_device, int device, bnb_fsdp_cuda_bucket** bucket) {
   try {
     const DeviceScope scope(device);
     if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(device), scope.error());
@@ -397,7 +403,8 @@ int bnb_fsdp_cuda_bucket_create(const char* rule, int bits, int parameter_dtype,
       entries.push_back(entry_of(tensors[i], bits, b->kernel.states, b->tiles));
       b->steps.push_back(tensors[i].step);
       b->tiles += tiles_of(tensors[i].numel);
-      if (b->tiles >= (int64_t{1} << 31) - (1 << 20)) return fail("the tensors have too many elements together");
+      if (b->tiles >= (int64_t{1} << 31) - (1 << 20))
+        return fail("the tensors have too many elements together");
     }
     build_image(*b, entries, bits);
     *bucket = b.release();
@@ -429,6 +436,11 @@ int bnb_fsdp_cuda_bucket_step(bnb_fsdp_cuda_bucket* bucket, void* memory, const 
     if (set_values(b, memory, gradients, hypers, rates, on, values) != 0) return 1;
     values.scales = scales;
     if (b.tiles > 0 && launch(b.kernel, values, on, b.name) != 0) return 1;
+    if (b.steps_on_device) {
+      const cudaError_t error =
+          launch_advance(values.entries, values.gradients, values.steps, static_cast<int>(b.count), on);
+      if (error != cudaSuccess) return fail(b.name + ": step counts", error);
+    }
     for (int64_t i = 0; i < b.count && !b.steps_on_device; ++i)
       if (gradients[i] != nullptr) *b.steps[static_cast<size_t>(i)] += 1.0f;
     return 0;
@@ -438,8 +450,9 @@ int bnb_fsdp_cuda_bucket_step(bnb_fsdp_cuda_bucket* bucket, void* memory, const 
 }
 
 int bnb_fsdp_cuda_step(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
-                       const bnb_fsdp_tensor* tensor, const void* gradient, const bnb_fsdp_hyper* hyper, float step,
-                       const float* scale, const void* maps, void* tickets, int device, void* stream) {
+                       const bnb_fsdp_tensor* tensor, const void* gradient, const bnb_fsdp_hyper* hyper,
+                       float step, const float* scale, const void* maps, void* tickets, int device,
+                       void* stream) {
   try {
     const DeviceScope scope(device);
     if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(device), scope.error());
@@ -459,8 +472,8 @@ int bnb_fsdp_cuda_step(const char* rule, int bits, int parameter_dtype, int grad
 }
 
 int bnb_fsdp_cuda_norms(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
-                        const bnb_fsdp_tensor* tensor, const void* gradient, const bnb_fsdp_hyper* hyper, float step,
-                        const void* maps, float* workspace, float* sums, int device, void* stream) {
+                        const bnb_fsdp_tensor* tensor, const void* gradient, const bnb_fsdp_hyper* hyper,
+                        float step, const void* maps, float* workspace, float* sums, int device, void* stream) {
   try {
     const DeviceScope scope(device);
     if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(device), scope.error());
@@ -475,7 +488,8 @@ int bnb_fsdp_cuda_norms(const char* rule, int bits, int parameter_dtype, int gra
     void* arguments[] = {&values, &tiles};
     cudaError_t error = cudaSuccess;
     if (values.tiles > 0)
-      error = cudaLaunchKernel(kernel.norms, dim3(static_cast<unsigned>(values.tiles)), dim3(256), arguments, 0, on);
+      error = cudaLaunchKernel(kernel.norms, dim3(static_cast<unsigned>(values.tiles)), dim3(256), arguments, 0,
+                               on);
     if (error == cudaSuccess)
       error = launch_sum(tiles, nullptr, 1, values.tiles, reinterpret_cast<float2*>(sums), on);
     return error == cudaSuccess ? 0 : fail(std::string(rule) + " norms", error);
@@ -499,9 +513,11 @@ int bnb_fsdp_cuda_bucket_norms(bnb_fsdp_cuda_bucket* bucket, void* memory, const
     void* arguments[] = {&values, &tiles};
     cudaError_t error = cudaSuccess;
     if (b.tiles > 0)
-      error = cudaLaunchKernel(b.kernel.norms, dim3(static_cast<unsigned>(b.tiles)), dim3(256), arguments, 0, on);
+      error =
+          cudaLaunchKernel(b.kernel.norms, dim3(static_cast<unsigned>(b.tiles)), dim3(256), arguments, 0, on);
     if (error == cudaSuccess && b.count > 0)
-      error = launch_sum(tiles, values.entries, static_cast<int>(b.count), 0, reinterpret_cast<float2*>(sums), on);
+      error =
+          launch_sum(tiles, values.entries, static_cast<int>(b.count), 0, reinterpret_cast<float2*>(sums), on);
     return error == cudaSuccess ? 0 : fail(b.name + ": norms", error);
   } catch (const std::exception& error) {
     return fail(error.what());

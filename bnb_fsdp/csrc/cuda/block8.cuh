@@ -15,8 +15,8 @@ constexpr int kPerLane = kBlockSize / 32;
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
-// The tables a rule needs, at the start of shared memory. The values lie there `Copies` times: with 32, every lane has
-// its own bank, and a look-up never waits.
+// The tables a rule needs, at the start of shared memory. The values lie there `Copies` times: with 32, every
+// lane has its own bank, and a look-up never waits.
 template <class Rule, int Copies>
 struct SharedMaps {
   static constexpr bool any_unsigned() {
@@ -38,7 +38,8 @@ struct SharedMaps {
     return (scaled & (0xffu << shift)) | (Copies == 1 ? 0u : 4 * lane);
   }
   static __device__ __forceinline__ float value(bool is_signed, uint32_t offset) {
-    return *reinterpret_cast<const float*>(shared_memory + (is_signed ? signed_values : unsigned_values) + offset);
+    return *reinterpret_cast<const float*>(shared_memory + (is_signed ? signed_values : unsigned_values) +
+                                           offset);
   }
   static __device__ __forceinline__ uint32_t entry(bool is_signed, uint32_t offset) {
     return *reinterpret_cast<const uint32_t*>(shared_memory + (is_signed ? encode_signed : encode_unsigned) +
@@ -78,7 +79,9 @@ struct Block {
   float* absmax[Rule::states];
 };
 
-BNB_FSDP_DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+BNB_FSDP_DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
 
 // Two values truncated to float16.
 BNB_FSDP_DEVICE uint32_t truncated_halves(float low, float high) {
@@ -101,8 +104,7 @@ BNB_FSDP_DEVICE uint32_t encode4(const float* y) {
   uint32_t w[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    w[i] = static_cast<uint32_t>(
-        max(static_cast<int>(Maps::entry(Signed, at[i]) + __float_as_uint(y[i])), 0));
+    w[i] = static_cast<uint32_t>(max(static_cast<int>(Maps::entry(Signed, at[i]) + __float_as_uint(y[i])), 0));
   const uint32_t q = permute(permute(w[0], w[1], 0x0062), permute(w[2], w[3], 0x0062), 0x5410);
   if constexpr (!Signed) return q;
   // 127 + q, or 126 - q = 127 + ~q where y is negative: bytewise, without carries between them.
@@ -116,7 +118,8 @@ BNB_FSDP_DEVICE uint32_t encode4(const float* y) {
 template <class Maps, bool Signed>
 BNB_FSDP_DEVICE uint8_t encode_any(float x, float state) {
   if (isnan(x)) {
-    // Upstream's search ends at code 0, which has a negative value in the signed map: its sign is then corrected.
+    // Upstream's search ends at code 0, which has a negative value in the signed map: its sign is then
+    // corrected.
     if (!Signed || (signbit(state) && !isnan(state))) return 0;
     return state > 0.0f ? 1 : 255;
   }
@@ -180,7 +183,8 @@ BNB_FSDP_DEVICE void encode_block(float (&values)[kPerLane], uint32_t largest, u
   using L = Layout<P, G>;
   uint32_t words[kPerLane / 4];
   if (largest == 0) {
-    // Upstream divides 0 by 0 and takes code 0, a negative value, which it corrects to 255 unless the zero is negative.
+    // Upstream divides 0 by 0 and takes code 0, a negative value, which it corrects to 255 unless the zero is
+    // negative.
 #pragma unroll
     for (int i = 0; i < kPerLane / 4; ++i) words[i] = Signed ? ~negative_bytes(values + 4 * i) : 0u;
   } else {
@@ -259,7 +263,8 @@ BNB_FSDP_DEVICE bool update_fast(const typename Rule::Scalars& k, const Register
   return true;
 }
 
-// Any block of n <= 256 elements at any alignment. Lanes beyond n hold what upstream's do, and count in the maximum.
+// Any block of n <= 256 elements at any alignment. Lanes beyond n hold what upstream's do, and count in the
+// maximum.
 template <class Rule, class P, class G, class Maps>
 __device__ __noinline__ void update_any(const typename Rule::Scalars& k, const Block<Rule, P, G>& block, int n,
                                         bool skip_zeros) {
@@ -304,8 +309,8 @@ __device__ __noinline__ void update_any(const typename Rule::Scalars& k, const B
     for (int i = 0; i < kPerLane; ++i) {
       const int at = i * 32 + lane;
       const float x = DeviceMath::mul(inverse, values[i][s]);
-      const uint8_t code =
-          Rule::is_signed(s) ? encode_any<Maps, true>(x, values[i][s]) : encode_any<Maps, false>(x, values[i][s]);
+      const uint8_t code = Rule::is_signed(s) ? encode_any<Maps, true>(x, values[i][s])
+                                              : encode_any<Maps, false>(x, values[i][s]);
       if (at < n) block.codes[s][at] = code;
     }
     if (lane == 0) *block.absmax[s] = largest[s];

@@ -1,7 +1,7 @@
-// Hopper and later: a persistent CTA per multiprocessor, in which one producer thread brings tiles of 4,096 elements to
-// shared memory with bulk copies, and warps update a block of 256 elements each. Tiles are handed out in order
-// by a ticket, so that the whole device works on one moving window of memory: that order, and the size of the
-// requests, is what reaches the bandwidth of a plain copy (docs/kernels.md).
+// Hopper and later: a persistent CTA per multiprocessor, in which one producer thread brings tiles of 4,096
+// elements to shared memory with bulk copies, and warps update a block of 256 elements each. Tiles are handed
+// out in order by a ticket, so that the whole device works on one moving window of memory: that order, and the
+// size of the requests, is what reaches the bandwidth of a plain copy (docs/kernels.md).
 #pragma once
 #include "block8.cuh"
 #include "launch.cuh"
@@ -12,16 +12,16 @@ namespace BNB_FSDP_ISA {
 
 constexpr int kSharedLimit = 227 * 1024, kMaxStages = 4;  // three are as fast, more no faster
 
-// Warps that update. They take the blocks of all tiles in turn, so their number need not divide a tile's. With the
-// producer's warp it decides the registers a thread may have: 15 warps leave 128, 19 leave 96.
+// Warps that update. They take the blocks of all tiles in turn, so their number need not divide a tile's. With
+// the producer's warp it decides the registers a thread may have: 15 warps leave 128, 19 leave 96.
 template <class Rule, int Bits>
 constexpr int kWarps = Bits == 8 && Rule::states > 2 ? 15 : 19;
-// Arrivals that make a stage free: one a block, or, where a warp may have none in a tile, one a warp. A warp that
-// passed over a tile without a word could meet the stage's next round but one.
+// Arrivals that make a stage free: one a block, or, where a warp may have none in a tile, one a warp. A warp
+// that passed over a tile without a word could meet the stage's next round but one.
 template <class Rule, int Bits>
 constexpr int kArrivals = kWarps<Rule, Bits> > kTileBlocks ? kWarps<Rule, Bits> : kTileBlocks;
-// A lane arrives for its warp. compute-sanitizer's racecheck does not see that the other lanes are done by then: for
-// it, a build in which each arrives itself.
+// A lane arrives for its warp. compute-sanitizer's racecheck does not see that the other lanes are done by
+// then: for it, a build in which each arrives itself.
 #if defined(BNB_FSDP_EVERY_LANE_ARRIVES)
 constexpr int kArrivingLanes = 32;
 #else
@@ -39,10 +39,10 @@ struct TileHeader {
   const char* g;
   char* states[Rule::states];
   float* absmax[Rule::states];  // 8 bits
-  int elements;  // of the tensor from the tile's start on, a tile's at most; -1: no more tiles
-  int blocks;    // whole blocks that were brought to shared memory
-  int scales;    // of them with their scales
-  int shift;     // bytes between the 16-byte boundary that the gradient's copy begins at and the gradient
+  int elements;                 // of the tensor from the tile's start on, a tile's at most; -1: no more tiles
+  int blocks;                   // whole blocks that were brought to shared memory
+  int scales;                   // of them with their scales
+  int shift;  // bytes between the 16-byte boundary that the gradient's copy begins at and the gradient
   int tensor, group;
   float step, scale;
 };
@@ -88,8 +88,8 @@ BNB_FSDP_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
 }
 BNB_FSDP_DEVICE void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-      "r"(bytes), "r"(barrier)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
@@ -127,8 +127,8 @@ struct Producer {
     h.g = static_cast<const char*>(gradient) + first * S::g_size;
     h.shift = static_cast<int>(reinterpret_cast<uintptr_t>(h.g) & 15);
     h.blocks = e.aligned ? h.elements / kBlockSize : 0;
-    // A gradient between 16-byte boundaries is copied from the one before it to the one behind it, which must not
-    // lie behind the tensor.
+    // A gradient between 16-byte boundaries is copied from the one before it to the one behind it, which must
+    // not lie behind the tensor.
     if (h.shift != 0 && h.blocks > 0 && (left - h.blocks * kBlockSize) * S::g_size < 16 - h.shift) --h.blocks;
     h.scales = Bits == 8 ? h.blocks & ~3 : 0;  // copies come in units of 16 bytes
     h.tensor = tensor;
@@ -148,7 +148,8 @@ struct Producer {
     }
     const int elements = h.blocks * kBlockSize, g_bytes = elements * S::g_size + (h.shift != 0 ? 16 : 0);
     const uint32_t to = shared_address(stop.memory);
-    barrier_expect(stop.full, elements * S::p_size + g_bytes + Rule::states * (elements * S::state_size + 4 * h.scales));
+    barrier_expect(stop.full,
+                   elements * S::p_size + g_bytes + Rule::states * (elements * S::state_size + 4 * h.scales));
     bulk_copy(to + S::p, h.p, elements * S::p_size, stop.full);
     bulk_copy(to + S::g, h.g - h.shift, g_bytes, stop.full);
 #pragma unroll
@@ -167,8 +168,8 @@ struct Producer {
   }
 };
 
-// The producer thread. A ticket costs about a microsecond under load, so that everything a tile needs is asked for
-// ahead: ticket three tiles before, its tensor two, the tensor's entry one.
+// The producer thread. A ticket costs about a microsecond under load, so that everything a tile needs is asked
+// for ahead: ticket three tiles before, its tensor two, the tensor's entry one.
 template <class Rule, class P, class G, int Bits>
 __device__ __forceinline__ void produce(const Launch& launch) {
   Producer<Rule, P, G, Bits> producer;
@@ -196,7 +197,8 @@ __device__ __forceinline__ void produce(const Launch& launch) {
     const int after_tensor = find(after);
     const Ahead following = fetch(next_tensor);
     if (ahead.gradient != nullptr)
-      producer.tile(ahead.entry, ahead.gradient, now - ahead.entry.first_tile, ahead.tensor, ahead.step, ahead.scale);
+      producer.tile(ahead.entry, ahead.gradient, now - ahead.entry.first_tile, ahead.tensor, ahead.step,
+                    ahead.scale);
     now = next;
     next = after;
     after = far;
@@ -239,7 +241,8 @@ struct Consumer8 {
   using L = Layout<P, G>;
   using Maps = BulkMaps<Rule, P, G>;
   static __device__ __forceinline__ void run(const unsigned char* memory, const TileHeader<Rule>& h, int number,
-                                             int lane, uint32_t empty, const typename Rule::Scalars& k, bool skip) {
+                                             int lane, uint32_t empty, const typename Rule::Scalars& k,
+                                             bool skip) {
     const int elements = min(h.elements - number * kBlockSize, kBlockSize);
     const bool whole = number < h.blocks;
     Block<Rule, P, G> block;
@@ -282,7 +285,8 @@ struct Consumer32 {
   using S = Stage<Rule, P, G, 32>;
   static constexpr int runs = kPerLane / kRun32;
   static __device__ __forceinline__ void run(const unsigned char* memory, const TileHeader<Rule>& h, int number,
-                                             int lane, uint32_t empty, const typename Rule::Scalars& k, bool skip) {
+                                             int lane, uint32_t empty, const typename Rule::Scalars& k,
+                                             bool skip) {
     const int elements = min(h.elements - number * kBlockSize, kBlockSize);
     const bool whole = number < h.blocks;
     Place32<Rule, P, G> place;
@@ -300,7 +304,8 @@ struct Consumer32 {
         load_gradient<G, kRun32>(memory + S::g + at * S::g_size, h.shift, r[run].g);
 #pragma unroll
         for (int s = 0; s < Rule::states; ++s)
-          read4<Float32>(reinterpret_cast<const float*>(memory + S::states) + s * kTile + at, true, kRun32, r[run].s[s]);
+          read4<Float32>(reinterpret_cast<const float*>(memory + S::states) + s * kTile + at, true, kRun32,
+                         r[run].s[s]);
       }
     }
     hand_back(empty, lane);
@@ -321,7 +326,8 @@ __device__ __forceinline__ void consume(const Launch& launch) {
   typename Rule::Scalars k;
   bool skip = false;
   int last = -1;
-  // Blocks are numbered through all tiles; `number` is this warp's next one, counted from the start of the tile.
+  // Blocks are numbered through all tiles; `number` is this warp's next one, counted from the start of the
+  // tile.
   for (int number = warp, stage = 0, parity = 0;; number -= kTileBlocks) {
     const uint32_t full = shared_address(shared_memory + S::barriers) + 16 * stage;
     barrier_wait(full, parity);
@@ -348,7 +354,8 @@ __device__ __forceinline__ void consume(const Launch& launch) {
 #endif  // __CUDA_ARCH__ >= 900
 
 template <class Rule, class P, class G, int Bits>
-__global__ void __launch_bounds__(32 * (kWarps<Rule, Bits> + 1), 1) bulk(const __grid_constant__ Launch launch) {
+__global__ void __launch_bounds__(32 * (kWarps<Rule, Bits> + 1), 1)
+    bulk(const __grid_constant__ Launch launch) {
 #if __CUDA_ARCH__ >= 900
   using S = Stage<Rule, P, G, Bits>;
   constexpr int consumers = 32 * kWarps<Rule, Bits>;
@@ -375,6 +382,8 @@ __global__ void __launch_bounds__(32 * (kWarps<Rule, Bits> + 1), 1) bulk(const _
   } else {
     consume<Rule, P, G, 32, Consumer32<Rule, P, G>>(launch);
   }
+#else
+  __trap();  // never launched: see find_kernel
 #endif
 }
 

@@ -70,7 +70,8 @@ bool fill(const Codebook& book, bool is_signed, uint32_t* entries) {
 bool fill_map_tables(MapTables& tables) {
   for (int is_signed = 0; is_signed < 2; ++is_signed)
     memcpy(tables.values[is_signed], codebook(is_signed != 0).values, sizeof tables.values[0]);
-  return fill(codebook(true), true, tables.encode_signed) && fill(codebook(false), false, tables.encode_unsigned);
+  return fill(codebook(true), true, tables.encode_signed) &&
+         fill(codebook(false), false, tables.encode_unsigned);
 }
 
 }  // namespace bnb_fsdp

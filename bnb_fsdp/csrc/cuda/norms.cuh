@@ -1,5 +1,5 @@
-// Sums of squares for LAMB and LARS: of the update that a step would make, and of the parameter. Deterministic: a
-// CTA sums a tile in a fixed order, and a second kernel sums a tensor's tiles in theirs.
+// Sums of squares for LAMB and LARS: of the update that a step would make, and of the parameter. Deterministic:
+// a CTA sums a tile in a fixed order, and a second kernel sums a tensor's tiles in theirs.
 #pragma once
 #include "launch.cuh"
 
@@ -31,7 +31,8 @@ BNB_FSDP_DEVICE Lane<false> state_of(const Launch& launch, const Entry& e, int s
 
 // sums: two floats a tile.
 template <class Rule, class P, class G, int Bits>
-__global__ void __launch_bounds__(kNormThreads) tile_norms(const __grid_constant__ Launch launch, float2* sums) {
+__global__ void __launch_bounds__(kNormThreads)
+    tile_norms(const __grid_constant__ Launch launch, float2* sums) {
   using Element = Lane<false>;
   const int tile = static_cast<int>(blockIdx.x), tensor = tensor_of(launch, tile);
   const Entry& e = entry_of(launch, tensor);

@@ -6,7 +6,7 @@
 
 namespace bnb_fsdp {
 
-constexpr int kBlockSize = 256;  // elements that share a scale
+constexpr int kBlockSize = 256;                                    // elements that share a scale
 constexpr int kTileBlocks = 16, kTile = kTileBlocks * kBlockSize;  // what is handed out together
 constexpr int kSignedEntries = 8192, kUnsignedEntries = 4096;
 
@@ -22,11 +22,11 @@ struct alignas(16) Entry {
   void* parameter;
   void* state[BNB_FSDP_MAX_STATES];
   float* absmax[BNB_FSDP_MAX_STATES];
-  float* step;         // device counter, if steps live on the device
+  float* step;  // device counter, if steps live on the device
   int64_t numel;
   int32_t first_tile;  // of this tensor in the bucket's sequence of tiles
   int32_t group;
-  int32_t aligned;     // parameter and state allow 16-byte access
+  int32_t aligned;  // parameter and state allow 16-byte access
   int32_t padding;
 };
 
@@ -58,7 +58,7 @@ struct Upload {
   float* steps;
   bnb_fsdp_hyper* hypers;
   int32_t first_tensor, tensors, first_group, groups;
-  int32_t steps_on_device;  // advance and take Entry::step instead of inline_steps
+  int32_t steps_on_device;  // take Entry::step and one instead of inline_steps
   int32_t reserved;
   const float* rates[kInlineGroups];  // learning rates in device memory, or NULL
   bnb_fsdp_hyper inline_hypers[kInlineGroups];
@@ -66,6 +66,7 @@ struct Upload {
   const void* inline_gradients[kInlineTensors];
 };
 
-static_assert(sizeof(Launch) < 32764 && sizeof(Upload) < 32764, "launch parameters are limited to 32,764 bytes");
+static_assert(sizeof(Launch) < 32764 && sizeof(Upload) < 32764,
+              "launch parameters are limited to 32,764 bytes");
 
 }  // namespace bnb_fsdp

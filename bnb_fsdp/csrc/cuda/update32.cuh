@@ -75,7 +75,8 @@ BNB_FSDP_DEVICE void read_run(const Place32<Rule, P, G>& place, int at, int n, b
   for (int s = 0; s < Rule::states; ++s) read4<Float32>(place.states[s] + at, aligned, n, r.s[s]);
 }
 template <class Rule, class P, class G>
-BNB_FSDP_DEVICE void write_run(const Place32<Rule, P, G>& place, int at, int n, bool aligned, const Run32<Rule>& r) {
+BNB_FSDP_DEVICE void write_run(const Place32<Rule, P, G>& place, int at, int n, bool aligned,
+                               const Run32<Rule>& r) {
   write4<P>(place.p + at, aligned, n, r.p);
 #pragma unroll
   for (int s = 0; s < Rule::states; ++s) write4<Float32>(place.states[s] + at, aligned, n, r.s[s]);

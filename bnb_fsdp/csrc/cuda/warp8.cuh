@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kWarpThreads) warp8(const __grid_constant__ La
       // Copies: what a call takes by address would live in memory all along.
       const typename Rule::Scalars scalars = k;
       const Block<Rule, P, G> rare = block;
-      update_any<Rule, P, G, Maps>(scalars, rare, static_cast<int>(left < kBlockSize ? left : kBlockSize), skip);
+      update_any<Rule, P, G, Maps>(scalars, rare, static_cast<int>(left < kBlockSize ? left : kBlockSize),
+                                   skip);
     }
   }
 }

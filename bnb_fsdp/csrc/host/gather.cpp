@@ -219,7 +219,11 @@ bool Table::fits(const Entry& entry, const Tensor& tensor, DataType dtype) const
 }
 
 bool Table::has_strides(const Entry& entry, const Tensor& tensor) const {
-  return same(shapes_.data() + entry.shape + entry.ndim, tensor.strides, entry.ndim);
+  // A dimension of one element has no order: its stride may be anything.
+  const int64_t* shape = shapes_.data() + entry.shape;
+  for (int32_t i = 0; i < entry.ndim; ++i)
+    if (shape[i] != 1 && shape[entry.ndim + i] != tensor.strides[i]) return false;
+  return true;
 }
 
 bool Table::still_frozen(void* parameter) const {
