@@ -97,7 +97,7 @@ def test_a_backward_pass_notices_the_update() -> None:
         ({3: [torch.zeros(1000)] * 2}, r"states\[0\] is torch.float32, expected torch.uint8"),
         (
             {4: [torch.zeros(3)] * 2},
-            r"absmax\[0\] is torch.float32 of shape \(3,\).*expected float32 of \(4,\)",
+            r"absmax\[0\] is torch.float32 of shape \(3,\).*expected contiguous float32 of \(4,\)",
         ),
         ({4: []}, "absmax is empty; step_32bit takes states without scales"),
         ({5: 0}, "step=0 must be at least 1"),
