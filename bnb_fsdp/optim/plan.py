@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from .. import backends, sharding, state
 from ..backends import BucketKey, Slot
@@ -81,6 +82,7 @@ class Plan:
         self._groups = optimizer.param_groups
         self._state = optimizer.state
         self._items: list[list[_Item | None]] = []
+        self._owners: list[Any] = []
         buckets: dict[BucketKey, _Bucket] = {}
         fresh: dict[Tensor, dict[str, Tensor]] = {}
         for index, group in enumerate(self._groups):
@@ -160,9 +162,16 @@ class Plan:
                 step=values["step"],
             )
         )
-        item.bucket.parameters.append(parameter)
+        item.bucket.parameters.append(parameter if sharding.is_sharded(parameter) else self._twin(shard))
         item.bucket.gradients.append(None)
         return item
+
+    def _twin(self, shard: Tensor) -> Tensor:
+        """A plain parameter's detached twin: to count a version there, in the counter both share, costs a fraction, if
+        more than the Python object owns it."""
+        if shard.device.type in ("cpu", "cuda"):
+            self._owners.append(to_dlpack(shard))
+        return shard
 
     def gather(self, optimizer: BlockwiseOptimizer) -> bool:
         """Collect and check this step's gradients; False if the plan is out of date. Changes nothing.

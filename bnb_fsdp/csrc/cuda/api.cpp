@@ -302,7 +302,11 @@ int set_values(const bnb_fsdp_cuda_bucket& b, void* memory, const void* const* g
   for (int64_t i = 0; i < b.groups && rates != nullptr; ++i) on_device = on_device || rates[i] != nullptr;
   if (on_device) return upload_all(b, memory, gradients, hypers, rates, stream, values);
   if (b.count > 0) memcpy(values.inline_gradients, gradients, static_cast<size_t>(b.count) * sizeof(void*));
-  for (int64_t i = 0; i < b.count; ++i) values.inline_steps[i] = next_step(b, gradients, i);
+  for (int64_t i = 0; i < b.count; ++i) {
+    // The counters lie anywhere in memory.
+    if (i + 16 < b.count) __builtin_prefetch(b.steps[static_cast<size_t>(i + 16)]);
+    values.inline_steps[i] = next_step(b, gradients, i);
+  }
   if (b.groups > 0)
     memcpy(values.inline_hypers, hypers, static_cast<size_t>(b.groups) * sizeof(bnb_fsdp_hyper));
   return 0;
