@@ -31,6 +31,7 @@ HYPERS = {
 TAILS = (1, 255, 256, 257, 4095, 4096, 4097, 5383, 65_537, 65_793, 2**20 + 13)
 WHOLE = (256, 512, 4096, 4352, 65_536, 2**20, 2**20 + 256)
 LARGE = (2**24,)
+MANY = (256, 512, 768, 1024) * 400  # more tensors than the launch parameters hold
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,13 @@ class Case:
     steps: int = 4
     gradient_offset: int = 0
     parameter_offset: int = 0
+    absent: bool = False  # every fifth gradient is missing, others at each step
 
     def __str__(self) -> str:
         extra = [f"wd={self.weight_decay}"] if self.weight_decay else []
         extra += ["skip_zeros"] if self.skip_zeros else []
         extra += [f"offset={self.parameter_offset},{self.gradient_offset}"] if self.gradient_offset else []
+        extra += [f"{len(self.sizes)} tensors", "absent"] if self.absent else []
         return "-".join([self.rule, str(self.bits), self.dtype, self.data, str(max(self.sizes)), *extra])
 
 
@@ -78,6 +81,9 @@ def cases() -> Iterator[Case]:
         yield Case(rule, bits, dtype, sizes=sizes, weight_decay=0.01, gradient_offset=1)
         yield Case(rule, bits, dtype, "special", sizes, 0.01, gradient_offset=3, parameter_offset=1)
         yield Case(rule, bits, dtype, sizes=LARGE, weight_decay=0.01, steps=5)
+        yield Case(rule, bits, dtype, sizes=sizes[:6] * 2, steps=4, absent=True)
+        if dtype == "bfloat16":
+            yield Case(rule, bits, dtype, sizes=MANY, weight_decay=0.01, steps=3, absent=True)
         if bits == 32 and rule != "ademamix":
             yield Case(rule, bits, dtype, "sparse", sizes, 0.01, skip_zeros=True)
 
@@ -147,7 +153,7 @@ class Ours:
         dtype = params[0].dtype
         self.bucket = CudaBucket(BucketKey(case.rule, case.bits, dtype, dtype, params[0].device), self.slots)
 
-    def step(self, gradients: list[Tensor]) -> None:
+    def step(self, gradients: list[Tensor | None]) -> None:
         self.bucket.run(gradients, [self.hyper])
 
     def tensors(self, i: int) -> dict[str, Tensor]:
@@ -176,22 +182,24 @@ class Upstream:
             )
             for p in params
         ]
-        self.count = 0
+        self.counts = [0] * len(params)
 
-    def step(self, gradients: list[Tensor]) -> None:
+    def step(self, gradients: list[Tensor | None]) -> None:
         h, case = self.hyper, self.case
-        self.count += 1
-        for p, g, (s1, s2, a1, a2) in zip(self.params, gradients, self.states):
+        for i, (p, g, (s1, s2, a1, a2)) in enumerate(zip(self.params, gradients, self.states)):
+            if g is None:
+                continue
+            self.counts[i] += 1
             if case.bits == 8:
                 torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
-                    case.rule, g, p, s1, s2, h.beta1, h.beta2, h.beta3, h.alpha, h.eps, self.count, h.lr,
+                    case.rule, g, p, s1, s2, h.beta1, h.beta2, h.beta3, h.alpha, h.eps, self.counts[i], h.lr,
                     self.qmaps[0], self.qmaps[1] if s2 is not None else None, a1, a2, case.weight_decay, 1.0,
                     case.skip_zeros,
                 )  # fmt: skip
             else:
                 torch.ops.bitsandbytes.optimizer_update_32bit(
                     case.rule, g, p, s1, s2, None, 0.0, 0.0, h.beta1, h.beta2, h.beta3, h.alpha, h.eps,
-                    case.weight_decay, self.count, h.lr, 1.0, case.skip_zeros,
+                    case.weight_decay, self.counts[i], h.lr, 1.0, case.skip_zeros,
                 )  # fmt: skip
         torch.cuda.synchronize()
 
@@ -221,8 +229,10 @@ def compare(case: Case) -> tuple[int, dict[str, int]]:
     ours = Ours(case, [offset_copy(p, case.parameter_offset) for p in start])
     upstream = Upstream(case, [p.clone() for p in start])
     for step in range(case.steps):
-        gradients = [gradient(size, step, dtype, case.data) for size in case.sizes]
-        ours.step([offset_copy(g, case.gradient_offset) for g in gradients])
+        gradients: list[Tensor | None] = [gradient(size, step, dtype, case.data) for size in case.sizes]
+        if case.absent:
+            gradients = [None if i % 5 == step else g for i, g in enumerate(gradients)]
+        ours.step([None if g is None else offset_copy(g, case.gradient_offset) for g in gradients])
         upstream.step(gradients)
     compared, wrong = 0, {}
     for i, size in enumerate(case.sizes):
@@ -231,5 +241,5 @@ def compare(case: Case) -> tuple[int, dict[str, int]]:
             compared += 1
             count = differing(tensor, theirs[name])
             if count:
-                wrong[f"{name}[{size}]"] = count
+                wrong[f"{name}[{i}: {size}]"] = count
     return compared, wrong

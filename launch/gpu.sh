@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# What only a GPU can show: tests, comparison with bitsandbytes, benchmarks, compute-sanitizer. CI has no GPU, so this is
+# run by hand before a release, and its output committed under benchmarks/results.
+#
+#   bash launch/gpu.sh OUTPUT [tests parity kernels steps loop host fsdp2 sanitize]      all of them by default
+#
+# Uses the active environment: torch with CUDA, this package (or BNB_FSDP_LIBRARY_PATH and PYTHONPATH), and for the
+# comparisons bitsandbytes, and if they are there torchao, flashoptim, peft, transformers. About 15 minutes on an H200.
+
+set -uo pipefail
+repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+if [ $# -lt 1 ]; then
+  sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  exit 2
+fi
+mkdir -p "$1" && output="$(cd "$1" && pwd)" && shift
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(tests parity kernels steps loop host fsdp2 sanitize)
+python="${PYTHON:-python3}"
+export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
+gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
+[ "$gpus" -ge 1 ] || { echo "no CUDA device is visible to torch" >&2; exit 1; }
+cd "$repo" || exit 1
+status=0
+
+# part NAME COMMAND...: its output in NAME.log, the end of it here.
+part() {
+  local name="$1" result=0
+  shift
+  echo "== $name: $*"
+  "$@" > "$output/$name.log" 2>&1 || result=$?
+  tail -n "${lines:-3}" "$output/$name.log" | cut -c1-160
+  [ "$result" -eq 0 ] || { echo "FAILED ($result): $output/$name.log"; status=1; }
+}
+
+for name in "${parts[@]}"; do
+  case "$name" in
+    tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider
+           part tests_distributed "$python" -m pytest -q tests_distributed/test_local_shards.py \
+             tests_distributed/test_dtensors.py -p no:cacheprovider ;;
+    parity) part bitwise_parity "$python" benchmarks/bitwise_parity.py --json "$output/bitwise_parity.json"
+            part bitwise_parity_portable "$python" benchmarks/bitwise_parity.py --kernels portable \
+              --json "$output/bitwise_parity_portable.json" ;;
+    kernels) lines=12 part cuda_kernels "$python" benchmarks/cuda_kernels.py --json "$output/cuda_kernels.json" ;;
+    steps) for dtype in bfloat16 float32 float16; do
+             lines=20 part "cuda_steps_$dtype" "$python" benchmarks/cuda_steps.py --dtype "$dtype" \
+               --json "$output/cuda_steps_$dtype.json"
+           done ;;
+    loop) lines=20 part peft_loop "$python" benchmarks/peft_loop.py --json "$output/peft_loop.json" ;;
+    host) lines=9 part host_time "$python" benchmarks/host_time.py --device cuda --output "$output/host_time_cuda" ;;
+    fsdp2) if [ "$gpus" -ge 2 ]; then
+             part fsdp2_steps "$python" -m torch.distributed.run --nproc_per_node=2 benchmarks/fsdp2_steps.py \
+               --json "$output/fsdp2_steps.json"
+           else
+             echo "== fsdp2: needs two GPUs, left out"
+           fi ;;
+    sanitize) # Both builds of the harness: see docs/kernels.md, "Correctness on the device".
+      for build in "" "-DBNB_FSDP_EVERY_LANE_ARRIVES"; do
+        folder="$output/build$build"
+        architecture="$("$python" -c 'import torch; print("".join(map(str, torch.cuda.get_device_capability())))')"
+        part "build$build" bash -c "cmake -S bnb_fsdp/csrc -B '$folder' -DBNB_FSDP_CUDA=ON \
+          -DBNB_FSDP_CUDA_ARCHITECTURES=$architecture '-DCMAKE_CUDA_FLAGS=$build' && cmake --build '$folder' -j \
+          --target bnb_fsdp_cuda && cuda=\$(dirname \$(dirname \$(command -v nvcc))) && g++ -std=c++17 -I bnb_fsdp/csrc \
+          tests/native/cuda_harness.cpp -o '$folder/harness' -I \$cuda/include -L '$folder/cuda' -lbnb_fsdp_cuda \
+          -L \$cuda/lib64 -lcudart -Wl,-rpath,'$folder/cuda'"
+      done
+      part memcheck compute-sanitizer --tool memcheck "$output/build/harness"
+      part racecheck compute-sanitizer --tool racecheck "$output/build-DBNB_FSDP_EVERY_LANE_ARRIVES/harness" short ;;
+    *) echo "unknown part $name; choose among tests parity kernels steps loop host fsdp2 sanitize" >&2; exit 2 ;;
+  esac
+done
+exit "$status"
