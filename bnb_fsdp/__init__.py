@@ -3,12 +3,35 @@
 from . import ops as _ops  # noqa: F401 (registers torch.ops.bnb_fsdp)
 from .factory import create_optimizer, optimizer_class, optimizer_names
 from .integrations import install as _install_integrations
-from .optim import Adam, Adam8bit, Adam32bit, AdamW, AdamW8bit, AdamW32bit, Lion, Lion8bit, Lion32bit
+from .optim import (
+    SGD,
+    Adagrad,
+    Adagrad8bit,
+    Adagrad32bit,
+    Adam,
+    Adam8bit,
+    Adam32bit,
+    AdamW,
+    AdamW8bit,
+    AdamW32bit,
+    Lion,
+    Lion8bit,
+    Lion32bit,
+    RMSprop,
+    RMSprop8bit,
+    RMSprop32bit,
+    SGD8bit,
+    SGD32bit,
+)
 from .report import describe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adagrad8bit",
+    "Adagrad32bit",
     "Adam",
     "Adam8bit",
     "Adam32bit",
@@ -18,6 +41,11 @@ __all__ = [
     "Lion",
     "Lion8bit",
     "Lion32bit",
+    "RMSprop",
+    "RMSprop8bit",
+    "RMSprop32bit",
+    "SGD8bit",
+    "SGD32bit",
     "create_optimizer",
     "describe",
     "optimizer_class",

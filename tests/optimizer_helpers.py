@@ -9,10 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bnb_fsdp import AdamW8bit, AdamW32bit, Lion8bit, Lion32bit
+from bnb_fsdp import Adagrad8bit, AdamW8bit, AdamW32bit, Lion8bit, Lion32bit, RMSprop8bit, SGD8bit
 
 N = 4096 + 300
-CLASSES = {"adam": AdamW8bit, "adam 32": AdamW32bit, "lion": Lion8bit, "lion 32": Lion32bit}
+
+
+class Momentum8bit(SGD8bit):
+    """SGD8bit, whose learning rate and momentum have no default, with one for each."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, momentum: float = 0.9, **kwargs: Any) -> None:
+        super().__init__(params, lr, momentum, **kwargs)
+
+
+CLASSES = {
+    "adam": AdamW8bit, "adam 32": AdamW32bit, "lion": Lion8bit, "lion 32": Lion32bit, "sgd": Momentum8bit,
+    "rmsprop": RMSprop8bit, "adagrad": Adagrad8bit,
+}  # fmt: skip
 every_class = pytest.mark.parametrize("kind", CLASSES.values(), ids=list(CLASSES))
 
 

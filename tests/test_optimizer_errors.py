@@ -134,7 +134,8 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was(group: dict[str, Any]) -
 
 def test_names_create_every_class() -> None:
     for name in bnb_fsdp.optimizer_names():
-        optimizer = bnb_fsdp.create_optimizer(name, [parameter(8)])
+        needed = {"lr": 0.1, "momentum": 0.9} if "sgd" in name else {}
+        optimizer = bnb_fsdp.create_optimizer(name, [parameter(8)], **needed)
         assert name == "bnb_fsdp_" + type(optimizer).__name__.lower()
     with pytest.raises(ValueError, match=r"bnb_fsdp_adamw9bit.*bnb_fsdp_adamw8bit"):
         bnb_fsdp.create_optimizer("bnb_fsdp_adamw9bit", [parameter(8)])

@@ -185,6 +185,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._drop_plan()
 
 
+def check_rate(where: str, key: str, value: Any) -> None:
+    """Raise ValueError if ``value`` is no number in (0, 1), also as a float32."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not 0.0 < float(value) < 1.0 or not 0.0 < f32.scalar(float(value)) < 1.0:
+        more = (
+            "; without momentum there is no state to keep: use torch.optim.SGD" if key == "momentum" else ""
+        )
+        raise ValueError(f"{where}: {key}={value!r} must be a number in (0, 1){more}.")
+
+
 def fixed(owner: str, **values: tuple[Any, Any]) -> None:
     """Raise ValueError for a keyword that bitsandbytes accepts without effect and that is not at its default."""
     for key, (value, only) in values.items():
