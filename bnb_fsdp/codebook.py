@@ -72,6 +72,11 @@ def _on_device(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
+def values(signed: bool, device: torch.device) -> Tensor:
+    """The map (float32, ``(256,)``) on ``device``."""
+    return _on_device(signed, device)[0]
+
+
 def nearest_code(x: Tensor, signed: bool) -> Tensor:
     """Code (uint8) of the map value nearest to each ``x`` (float32); ties to the even code, NaN to 0."""
     _, bounds = _on_device(signed, x.device)
@@ -102,13 +107,17 @@ def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     127 (zero), and a block of zeros becomes code 255 with scale 0: bitsandbytes' CUDA kernels do the same.
     """
     absmax = block_absmax(values)
-    scaled = f32.mul(values, f32.rcp(absmax)[:, None])
+    return encode(values, f32.mul(values, f32.rcp(absmax)[:, None]), signed), absmax
+
+
+def encode(values: Tensor, scaled: Tensor, signed: bool) -> Tensor:
+    """Codes (uint8) of ``values`` (float32), which divided by their blocks' scales are ``scaled``."""
     codes = nearest_code(scaled, signed)
     if signed:
-        table, _ = _on_device(True, values.device)
+        table = _on_device(True, values.device)[0]
         # CUDA's NaN is positive; a NaN of an x86 FPU is negative: the rule is the former's.
         negative = torch.signbit(values) & ~torch.isnan(values)
         wrong = torch.signbit(table[codes.long()]) != negative
         shift = torch.where(values > 0, 1, 255).to(torch.uint8)
         codes = torch.where(wrong, codes + shift, codes)
-    return codes, absmax
+    return codes

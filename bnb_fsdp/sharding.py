@@ -7,13 +7,15 @@ once.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from .backends.gather import Sharding
 
@@ -147,3 +149,109 @@ def describe(tensor: Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "a plain tensor"
     return f"DTensor {list(tensor.placements)}"
+
+
+def cuts(tensor: Tensor) -> list[tuple[int, int]]:
+    """(dimension, number of parts) for each mesh dimension that cuts ``tensor``, in mesh order."""
+    if not isinstance(tensor, DTensor):
+        return []
+    return [
+        (placement.dim, size)
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape)
+        if hasattr(placement, "dim")
+    ]
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions from the slowest to the fastest in memory, of the global tensor: the same on every rank."""
+    strides, shape = tensor.stride(), tensor.shape
+    if all(size == 1 for size in shape) or tensor.numel() == 0 or tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] != 1, dim)))
+
+
+def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of this rank's shard as one box of the global tensor.
+
+    Raises ValueError if the shard is none: a _StridedShard's rows need not lie together.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (0,) * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(shape) != tuple(local(tensor).shape):
+        raise ValueError(
+            f"{describe(tensor)}: the local shard of shape {tuple(local(tensor).shape)} is not one box of the global "
+            f"tensor (torch computes {tuple(shape)} for this rank), so a checkpoint cannot hold it."
+        )
+    return tuple(shape), tuple(offset)
+
+
+def like(parameter: Tensor, shard: Tensor, shape: Sequence[int], dims: Sequence[int] | None = None) -> Tensor:
+    """``shard`` as this rank's part of a tensor of global ``shape``, on the mesh of ``parameter``; shares storage.
+
+    Cut as the parameter is: along dimension ``dims[d]`` where the parameter is cut along ``d`` (None: the same). For
+    a plain parameter it is ``shard`` itself. Runs no operator and, unlike `DTensor.from_local`, leaves the shard on
+    its device, which under CPUOffloadPolicy is not the mesh's.
+    """
+    if not isinstance(parameter, DTensor):
+        return shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    shape = torch.Size(shape)
+    if tuple(shape) == tuple(parameter.shape):
+        stride = parameter.stride()
+    else:
+        stride = tuple(_contiguous_stride(shape))
+    meta = TensorMeta(shape, stride, shard.dtype)
+    spec = parameter._spec
+    if dims is None or list(dims) == list(range(len(dims))):
+        spec = dataclasses.replace(spec, tensor_meta=meta)
+    else:
+        spec = DTensorSpec(
+            spec.mesh, tuple(_moved(placement, dims) for placement in spec.placements), tensor_meta=meta
+        )
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def part(parameter: Tensor, value: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+    """This rank's part of ``value``, a tensor like ``parameter`` or one whose dimensions `like` moved to ``dims``.
+
+    ``value`` may be a DTensor, whose shard it is, or the whole plain tensor. Raises ValueError for a DTensor that is
+    cut in another way than ``parameter``.
+    """
+    if not isinstance(parameter, DTensor):
+        return value
+    spec = parameter._spec
+    placements = tuple(
+        placement if dims is None else _moved(placement, dims) for placement in spec.placements
+    )
+    if isinstance(value, DTensor):
+        if value.device_mesh != spec.mesh or value.placements != placements:
+            raise ValueError(
+                f"the state dict has a {describe(value)} on {value.device_mesh}, the parameter needs "
+                f"{list(placements)} on {spec.mesh}."
+            )
+        return local(value)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(value.shape, spec.mesh, placements)
+    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
+
+
+def _contiguous_stride(shape: Sequence[int]) -> list[int]:
+    stride, result = 1, []
+    for size in reversed(shape):
+        result.append(stride)
+        stride *= max(size, 1)
+    return result[::-1]
+
+
+def _moved(placement: Any, dims: Sequence[int]) -> Any:
+    """``placement`` on dimension ``dims[d]`` instead of ``d``."""
+    if not hasattr(placement, "dim"):
+        return placement
+    if isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
+        return Shard(dims[placement.dim])
+    return type(placement)(dims[placement.dim], split_factor=placement.split_factor)

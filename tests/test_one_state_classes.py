@@ -34,9 +34,11 @@ def trained(optimizer_of: Any, steps: int = 50, reload_every: int | None = None)
         optimizer.step()
         if reload_every and step % reload_every == reload_every - 1:
             saved = copy.deepcopy(optimizer.state_dict())
+            before = copy.deepcopy(dict(optimizer.state[p]))
             optimizer = optimizer_of([p])
             optimizer.load_state_dict(saved)
-            for key, value in saved["state"][0].items():
+            assert set(before) == set(optimizer.state[p])
+            for key, value in before.items():
                 assert torch.equal(value, optimizer.state[p][key])
     return p.detach()
 

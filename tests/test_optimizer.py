@@ -57,7 +57,7 @@ def test_a_step_is_the_rule(kind: Any, dtype: torch.dtype, n: int) -> None:
 def test_state_is_what_the_documentation_says() -> None:
     large, small = parameter(20, 300, dtype=torch.bfloat16), parameter(70, dtype=torch.bfloat16)
     optimizer = AdamW8bit([large, small])
-    assert not optimizer.state
+    assert len(optimizer.state) == 0
     train(optimizer, steps=1)
     state = optimizer.state[large]
     for i in "12":

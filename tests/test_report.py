@@ -67,7 +67,7 @@ def test_a_row_says_what_a_parameter_has_and_why() -> None:
 def test_bytes_before_the_first_step_are_those_it_allocates(kind: Any) -> None:
     optimizer = kind(named())
     before = describe(optimizer)
-    assert not optimizer.state
+    assert len(optimizer.state) == 0
     assert not any(row.allocated for row in before.rows)
     train(optimizer)
     after = describe(optimizer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .. import arithmetic as f32
-from .. import backends, checkpoint, state
+from .. import backends, state
+from ..checkpoint import state_dict as checkpoint
 from ..groups import check_group_overrides, check_minimum, check_overrides, parameter_name, resolve_overrides
 from ..rules import Hyper, Rule
 from .plan import Plan, check_parameter
@@ -20,8 +23,26 @@ from .plan import Plan, check_parameter
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Overrides = Mapping[str | Tensor, Mapping[str, int]]
 
-FORMAT = 1
-"""Version of the parameter groups' set of keys and of the state's layout."""
+
+class _State(defaultdict[Tensor, Any]):
+    """``optimizer.state``. Asked whether it is empty, it first makes the state that is still missing.
+
+    `torch.distributed.checkpoint.state_dict` asks before it saves or loads, and else would run a step with zero
+    gradients, which counts: https://github.com/pytorch/pytorch/issues/164929.
+    """
+
+    def __init__(self, owner: BlockwiseOptimizer, entries: Mapping[Tensor, Any]) -> None:
+        super().__init__(dict, entries)
+        self._owner = weakref.ref(owner)
+
+    def __bool__(self) -> bool:
+        owner = self._owner()
+        if owner is not None and owner.state is self:
+            checkpoint.materialize(owner)
+        return len(self) > 0
+
+    def __reduce__(self) -> Any:  # a copy belongs to another optimizer: see __setstate__
+        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 class BlockwiseOptimizer(torch.optim.Optimizer):
@@ -30,7 +51,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     Parameters may be plain tensors and DTensors of any mesh (`torch.distributed.fsdp.fully_shard`), mixed.
     ``param_groups`` and ``state`` are keyed by the objects given. ``state[p]`` holds plain tensors of the
     local shard: ``state1``, ``state2`` (uint8 with ``absmax1``, ``absmax2`` per 256 elements, or float32) and
-    ``step``; it appears at the first `step`, so that accelerate may swap parameters until then.
+    ``step``; it appears at the first `step` or when a checkpoint is saved or loaded, so that accelerate may swap
+    parameters until then.
 
     Raises ValueError for a parameter, hyperparameter or override that cannot work, naming it.
     """
@@ -52,15 +74,18 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._overrides = check_overrides(overrides)
         self._plan: Plan | None = None
         self._captured: list[backends.Bucket] = []
+        self.load_report: checkpoint.LoadReport | None = None
+        """What the last `load_state_dict` did on this rank."""
         defaults = {
             **defaults,
             "optim_bits": optim_bits,
             "min_8bit_size": min_8bit_size,
             "overrides": [],
             "capturable": capturable,
-            "format": FORMAT,
+            "format": checkpoint.format_of(self.rule),
         }
         super().__init__(params, defaults)
+        self.state = _State(self, self.state)
         used = {key for group in self.param_groups for key in resolve_overrides(group, self._overrides)[1]}
         unused = [key for key, _ in self._overrides if key not in used]
         if unused:
@@ -120,8 +145,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; the others, their state and step count stay as they are.
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """``step(closure=None)``: update every parameter that has a gradient; all else stays as it is.
 
         Runs no DTensor operator and no collective. All gradients are checked before anything changes.
         Returns what ``closure`` (which recomputes the loss, under grad mode) returns.
@@ -129,12 +154,27 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Raises ValueError for a gradient that is sparse or of another shape, sharding or dtype family than its
         parameter, RuntimeError if state and parameter have parted ways or a native call fails.
         """
+        closure = _closure(*args, **kwargs)
+        if kwargs and closure is None and self._only_asks_for_state():
+            checkpoint.materialize(self)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._update()
         return loss
+
+    def _only_asks_for_state(self) -> bool:
+        """Whether this step is how tools that save checkpoints make an optimizer allocate its state.
+
+        torchtitan's do ``step(closure=None)`` with learning rates of 0 and zero gradients for parameters without state,
+        and expect that nothing is counted.
+        """
+        if any(_is_on_cuda(group["lr"]) or float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        graded = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return bool(graded) and not any(self.state.get(p) for p in graded)
 
     @_disable_dynamo  # native calls on addresses: nothing that torch.compile could trace
     def _update(self) -> None:
@@ -162,17 +202,32 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._captured += self._plan.captured()
         self._plan = None
 
+    @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`, with the state as uint8 and float32 tensors.
+        """Parameter groups and state, as tensors that `torch.distributed.checkpoint` can save and reshard.
 
-        Raises NotImplementedError while parameters are DTensors: see `bnb_fsdp.checkpoint`.
+        As `torch.optim.Optimizer.state_dict`, but each state is a small dict of its tensors, whose names tell algorithm
+        and bits (`bnb_fsdp.checkpoint.state_dict`). State of DTensor parameters is made of DTensors on the same mesh;
+        if there are any, state that does not exist yet is made, with ``step`` 0, so that every rank has the same keys.
+        Codes and float32 state share the optimizer's memory.
+
+        Raises RuntimeError for state whose parameter is gone, ValueError for a shard that is not one box of its tensor.
         """
-        checkpoint.check_saveable(self)
-        return super().state_dict()
+        return checkpoint.state_dict(self)
 
+    @_disable_dynamo
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; dtypes are kept, and nothing changes if anything does not fit."""
-        checkpoint.load(self, state_dict)
+        """Load what `state_dict` returned, here or at another number of ranks; ``load_report`` tells what was done.
+
+        Dtypes are kept. Bits are the same for every row whose blocks lie here as they lay there; other blocks are
+        dequantised in float32 and requantised, with an error of at most half the distance between two codes.
+        State of a sharded parameter may be DTensors on its mesh or whole plain tensors.
+
+        Raises ValueError, before anything changes, for another algorithm, block size, number of bits, shape, dtype,
+        group layout, a newer format, or a cut along other dimensions that rows cannot express.
+        """
+        self.load_report = checkpoint.load(self, state_dict)
         self._drop_plan()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,7 +237,18 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if "_captured" not in vars(self):  # unpickled or copied
             self._plan, self._captured = None, []
+            self.load_report = None
+        if type(self.state) is not _State:
+            self.state = _State(self, self.state)
         self._drop_plan()
+
+
+def _closure(closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
+    return closure
+
+
+def _is_on_cuda(lr: Any) -> bool:
+    return isinstance(lr, Tensor) and lr.device.type == "cuda"
 
 
 def check_rate(where: str, key: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from .. import backends, sharding, state
 from ..backends import BucketKey, Slot
 from ..backends.base import PointerBucket
 from ..backends.gather import STATE, Gatherer, Planned
+from ..checkpoint.state_dict import drop_orphans
 from ..groups import parameter_name
 from ..rules import Hyper
 
@@ -91,7 +92,7 @@ class Plan:
                 row.append(self._item(index, position, parameter, group, buckets, fresh))
             self._items.append(row)
         if fresh:
-            _check_orphans(optimizer)
+            drop_orphans(optimizer)
         sharding.check_disjoint((item.name, item.shard) for row in self._items for item in row if item)
         for key, bucket in buckets.items():
             backend = backends.select(key.device, optimizer._backend)
@@ -307,18 +308,6 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         choices = ", ".join(str(dtype) for dtype in state.PARAMETER_DTYPES)
         raise ValueError(f"{name}: dtype {parameter.dtype} is not supported; use one of {choices}.")
     sharding.check(parameter, name)
-
-
-def _check_orphans(optimizer: BlockwiseOptimizer) -> None:
-    """Raise RuntimeError where new parameters need state while old ones left theirs behind: an exchange."""
-    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    orphans = [key for key in optimizer.state if isinstance(key, Tensor) and key not in known]
-    if orphans:
-        raise RuntimeError(
-            f"{len(orphans)} of {len(optimizer.state)} entries of optimizer.state belong to parameters that are no "
-            "longer in param_groups. Wrappers such as accelerate.prepare() exchange parameters, which must "
-            "happen before the first step(): prepare first, or clear optimizer.state to start afresh."
-        )
 
 
 def _local_gradient(item: _Item, gradient: Tensor) -> Tensor:
