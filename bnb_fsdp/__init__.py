@@ -1,6 +1,8 @@
 """bitsandbytes' 8-bit and 32-bit optimizers for models sharded with FSDP2."""
 
 from . import ops as _ops  # noqa: F401 (registers torch.ops.bnb_fsdp)
+from .checkpoint import CheckpointError, LoadReport
+from .checkpoint.directory import load_checkpoint, save_checkpoint
 from .factory import create_optimizer, optimizer_class, optimizer_names
 from .integrations import install as _install_integrations
 from .optim import (
@@ -38,9 +40,11 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "AdamW32bit",
+    "CheckpointError",
     "Lion",
     "Lion8bit",
     "Lion32bit",
+    "LoadReport",
     "RMSprop",
     "RMSprop8bit",
     "RMSprop32bit",
@@ -48,8 +52,10 @@ __all__ = [
     "SGD32bit",
     "create_optimizer",
     "describe",
+    "load_checkpoint",
     "optimizer_class",
     "optimizer_names",
+    "save_checkpoint",
 ]
 
 _install_integrations()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .backends.gather import Sharding
 
@@ -162,6 +162,11 @@ def cuts(tensor: Tensor) -> list[tuple[int, int]]:
     ]
 
 
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a placement of ``tensor`` is a _StridedShard: its mesh dimensions cut from right to left."""
+    return isinstance(tensor, DTensor) and any(hasattr(p, "split_factor") for p in tensor.placements)
+
+
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory, of the global tensor: the same on every rank."""
     strides, shape = tensor.stride(), tensor.shape
@@ -188,12 +193,14 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
-def like(parameter: Tensor, shard: Tensor, shape: Sequence[int], dims: Sequence[int] | None = None) -> Tensor:
+def like(
+    parameter: Tensor, shard: Tensor, shape: Sequence[int], dims: Sequence[int | None] | None = None
+) -> Tensor:
     """``shard`` as this rank's part of a tensor of global ``shape``, on the mesh of ``parameter``; shares storage.
 
-    Cut as the parameter is: along dimension ``dims[d]`` where the parameter is cut along ``d`` (None: the same). For
-    a plain parameter it is ``shard`` itself. Runs no operator and, unlike `DTensor.from_local`, leaves the shard on
-    its device, which under CPUOffloadPolicy is not the mesh's.
+    Cut as the parameter is: along dimension ``dims[d]`` where the parameter is cut along ``d`` (whole if that is None;
+    the same dimensions without ``dims``). For a plain parameter it is ``shard`` itself. Runs no operator and, unlike
+    `DTensor.from_local`, leaves the shard on its device, which under CPUOffloadPolicy is not the mesh's.
     """
     if not isinstance(parameter, DTensor):
         return shard
@@ -215,7 +222,7 @@ def like(parameter: Tensor, shard: Tensor, shape: Sequence[int], dims: Sequence[
     return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def part(parameter: Tensor, value: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+def part(parameter: Tensor, value: Tensor, dims: Sequence[int | None] | None = None) -> Tensor:
     """This rank's part of ``value``, a tensor like ``parameter`` or one whose dimensions `like` moved to ``dims``.
 
     ``value`` may be a DTensor, whose shard it is, or the whole plain tensor. Raises ValueError for a DTensor that is
@@ -248,10 +255,34 @@ def _contiguous_stride(shape: Sequence[int]) -> list[int]:
     return result[::-1]
 
 
-def _moved(placement: Any, dims: Sequence[int]) -> Any:
+def new_like(
+    parameter: Tensor, shape: Sequence[int], dims: Sequence[int | None], dtype: torch.dtype
+) -> Tensor:
+    """A zero tensor of global ``shape``, cut as `like` says, on the parameter's device."""
+    device = local(parameter).device
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = tuple(_moved(placement, dims) for placement in parameter.placements)
+    size, _ = compute_local_shape_and_global_offset(tuple(shape), parameter.device_mesh, placements)
+    return like(parameter, torch.zeros(size, dtype=dtype, device=device), shape, dims)
+
+
+def placed(tensor: Tensor) -> dict[str, Any]:
+    """``mesh`` (its shape) and ``placements`` of a DTensor, as JSON; None of a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return {"mesh": None, "placements": None}
+    return {"mesh": list(tensor.device_mesh.shape), "placements": [str(p) for p in tensor.placements]}
+
+
+def _moved(placement: Any, dims: Sequence[int | None]) -> Any:
     """``placement`` on dimension ``dims[d]`` instead of ``d``."""
     if not hasattr(placement, "dim"):
         return placement
+    dim = dims[placement.dim]
+    if dim is None:
+        return Replicate()
     if isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
-        return Shard(dims[placement.dim])
-    return type(placement)(dims[placement.dim], split_factor=placement.split_factor)
+        return Shard(dim)
+    return type(placement)(dim, split_factor=placement.split_factor)

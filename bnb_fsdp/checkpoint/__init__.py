@@ -1,5 +1,6 @@
-"""Saving and loading of optimizer state: see `state_dict`, `layout` and `blocks`."""
+"""Saving and loading of optimizer state: `state_dict`, `layout`, `blocks`; whole checkpoints: `directory`."""
 
+from .manifest import CheckpointError
 from .state_dict import LoadReport
 
-__all__ = ["LoadReport"]
+__all__ = ["CheckpointError", "LoadReport"]

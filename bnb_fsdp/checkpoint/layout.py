@@ -22,6 +22,7 @@ Cut = tuple[int, int]
 class Layout:
     """Names and global shapes of a parameter's scales.
 
+    ``cuts``, in mesh order, are those of dimensions other than the outermost; the first is the outer loop of pieces.
     ``order``: dimensions from the slowest to the fastest in memory; a row is one slice of the first. ``pieces``: equal
     parts, with blocks of their own, that each row is cut into. ``grid``: one scale for each 256 elements along the
     fastest dimension, of the parameter's own shape otherwise, whatever cuts the other dimensions.
@@ -106,12 +107,12 @@ def layout_of(shape: Sequence[int], order: Sequence[int], cuts: Sequence[Cut]) -
     parts = math.prod(parts for dim, parts in inner if dim == order[-1])
     if len(shape) > 1 and last % (BLOCK_SIZE * parts) == 0:
         return Layout(shape, order, True, ())
-    merged: dict[int, int] = {}
-    for dim, count in inner:
-        merged[dim] = merged.get(dim, 1) * count
-    even = all(shape[dim] % count == 0 for dim, count in merged.items())
-    # Even parts are the same however the meshes nest.
-    return Layout(shape, order, False, tuple(sorted(merged.items())) if even else tuple(inner))
+    # Even parts of one dimension are the same parts however the meshes nest; else the order of the meshes tells which
+    # of a row's pieces is which.
+    dims = {dim for dim, _ in inner}
+    if len(dims) == 1 and shape[min(dims)] % math.prod(parts for _, parts in inner) == 0:
+        inner = [(min(dims), math.prod(parts for _, parts in inner))]
+    return Layout(shape, order, False, tuple(inner))
 
 
 def parse(name: str, shape: Sequence[int]) -> Layout:

@@ -174,10 +174,16 @@ def layout_for(parameter: Tensor, name: str) -> Layout:
             )
     except ValueError as error:
         raise ValueError(f"{name}: its 8-bit state cannot be saved: {error}") from None
-    return layout_of(parameter.shape, order, sharding.cuts(parameter))
+    layout = layout_of(parameter.shape, order, sharding.cuts(parameter))
+    if len({dim for dim, _ in layout.cuts}) < len(layout.cuts) and sharding.is_strided(parameter):
+        raise ValueError(
+            f"{name}: its 8-bit state cannot be saved: {sharding.describe(parameter)} cuts a dimension into uneven "
+            "parts, twice and out of order. Use sizes that the meshes divide, or overrides={...: {'optim_bits': 32}}."
+        )
+    return layout
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order; shares storage."""
     return tensor.as_strided((tensor.numel(),), (1,)) if tensor.numel() else tensor.reshape(-1)
 
@@ -197,8 +203,18 @@ def _exported(
     layout = layout_for(parameter, name)
     for key in rule.states:
         result[key] = {codes_name(rule): sharding.like(parameter, values[key], parameter.shape)}
+    absmax = {key: values[state.absmax_key(key)] for key in rule.states}
+    result.update(exported_scales(parameter, layout, shard, absmax, rule))
+    return result
+
+
+def exported_scales(
+    parameter: Tensor, layout: Layout, shard: Tensor, absmax: Mapping[str, Tensor], rule: Rule
+) -> dict[str, dict[str, Tensor]]:
+    """The ``absmax`` entries of a state dict, given the scales of the shard's blocks by state."""
+    result = {}
     for key in rule.states:
-        scales = _scales(layout, shard, values[state.absmax_key(key)])
+        scales = _scales(layout, shard, absmax[key])
         result[state.absmax_key(key)] = {layout.name: _placed(parameter, layout, scales, layout.scales_shape)}
     if layout.has_phase:
         rows, width = _rows(layout, shard)
@@ -464,7 +480,7 @@ def _entry(
         if found.layout.grid:
             absmax, moved = scales.permute(found.layout.order).reshape(-1).clone(), 0
         else:
-            absmax, moved = blocks.gather(_flat(old), scales, phase, _rows(found.layout, shard)[1], signed)
+            absmax, moved = blocks.gather(flat(old), scales, phase, _rows(found.layout, shard)[1], signed)
         values[state.absmax_key(key)] = absmax
         total, requantized = total + len(absmax), requantized + moved
     return values, total, requantized
