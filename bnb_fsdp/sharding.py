@@ -170,9 +170,13 @@ def is_strided(tensor: Tensor) -> bool:
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory, of the global tensor: the same on every rank."""
     strides, shape = tensor.stride(), tensor.shape
-    if all(size == 1 for size in shape) or tensor.numel() == 0 or tensor.is_contiguous():
+    if tensor.numel() == 0 or tensor.is_contiguous():
         return tuple(range(tensor.dim()))
-    return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] != 1, dim)))
+    # Dimensions of size one lie anywhere: their strides mean nothing.
+    slowest, *others = sorted(
+        (dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -strides[dim]
+    )
+    return (slowest, *(dim for dim, size in enumerate(shape) if size == 1), *others)
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -87,7 +87,7 @@ def test_a_usage_error_says_what_is_wrong_with_status_2(
 
 def test_no_command_prints_the_help_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "{doctor,run}" in capsys.readouterr().err
+    assert "{doctor,run,checkpoint}" in capsys.readouterr().err
 
 
 def shown(text: str) -> dict[str, Any]:

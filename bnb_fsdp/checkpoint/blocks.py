@@ -127,7 +127,8 @@ def _kept(by_row: Tensor, phase: Tensor | None, rows: int, width: int, count: in
             if not compare:
                 same[index[stays]] = bits[stays]
                 continue
-            moved[index[stays]] |= same[index[stays]] != bits[stays]
+            at = index[stays]
+            moved[at[same[at] != bits[stays]]] = True
             leaves = (own != given)[:, None] & _touched(own, width, columns(width))
             index = first[:, None] // BLOCK_SIZE + torch.arange(leaves.shape[1], device=by_row.device)
             moved[index[leaves]] = True
@@ -143,7 +144,9 @@ def requantize(codes: Tensor, scales: Tensor, inside: Tensor, signed: bool) -> t
     elements that exist. A block that had one scale and its leading code keeps both, bit for bit.
     """
     table = codebook.values(signed, codes.device)
-    values = torch.where(inside, table[codes.long()] * scales, 0.0)
+    values = (
+        torch.where(inside, table[codes.long()] * scales, 0.0) + 0.0
+    )  # no negative zero, whose code is not 0
     lowest = float(table[0])
     bound = torch.where(values < 0, values / lowest, values) if signed else values
     leads = (codes == 255) | (codes == 0) if signed else codes == 255

@@ -56,13 +56,13 @@ class Layout:
     @property
     def count(self) -> int:
         """Scales of one piece of a row."""
-        even = all(self.shape[dim] % parts == 0 for dim, parts in self.cuts)
-        if even:
-            return blocks.columns(self.width // self.pieces)
-        largest = self.width
-        for dim, parts in self.cuts:
-            largest = largest // self.shape[dim] * -(-self.shape[dim] // parts)
-        return 1 + -(-max(largest - 1, 0) // BLOCK_SIZE)
+        sizes, even = list(self.shape), True
+        for dim, parts in self.cuts:  # a dimension may be cut more than once
+            even = even and sizes[dim] % parts == 0
+            sizes[dim] = -(-sizes[dim] // parts)
+        largest = math.prod(size for dim, size in enumerate(sizes) if dim != self.outer)
+        # Uneven parts have rows of several lengths: enough for any phase.
+        return blocks.columns(largest) if even else 1 + -(-max(largest - 1, 0) // BLOCK_SIZE)
 
     @property
     def has_phase(self) -> bool:
@@ -129,6 +129,9 @@ def parse(name: str, shape: Sequence[int]) -> Layout:
         dim, _, number = part.removeprefix("dim").partition("x")
         cuts.append((int(dim), int(number)))
     layout = Layout(shape, order, head == "grid", tuple(cuts))
-    if layout.name != name or sorted(order) != list(range(len(shape))):
+    fits = sorted(order) == list(range(len(shape))) and layout.name == name
+    if layout.grid:
+        fits = fits and len(shape) > 1 and not cuts and shape[order[-1]] % BLOCK_SIZE == 0
+    if not fits or any(dim not in order[1:] or parts < 2 for dim, parts in cuts):
         raise ValueError(f"{name!r} is no layout of scales for a tensor of shape {shape}.")
     return layout

@@ -263,8 +263,10 @@ class _Found(NamedTuple):
     tensors: dict[str, dict[str, Tensor]]
 
 
-def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> LoadReport:
+def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
     """See `BlockwiseOptimizer.load_state_dict`."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("the state dict lacks 'state' or 'param_groups': it is not an optimizer's.")
     state_dict = dict(state_dict)
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         result = pre_hook(optimizer, state_dict)
@@ -275,7 +277,11 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> LoadRepor
     check_groups(optimizer, saved_groups)
     owners = dict(zip(chain.from_iterable(group["params"] for group in saved_groups), named(optimizer)))
     found: dict[Tensor, _Found] = {}
+    others: dict[Any, Any] = {}
     for key, values in state_dict["state"].items():
+        if key not in owners and not isinstance(key, int):
+            others[key] = values  # what users keep there besides, as torch.optim does
+            continue
         if key not in owners:
             raise ValueError(f"the state dict has state for an unknown parameter {key!r}.")
         name, parameter, (index, position) = owners[key]
@@ -289,13 +295,16 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> LoadRepor
             saved.setdefault(key, group[key])
         _like_the_live(saved, group)
     total = requantized = 0
-    live = optimizer.state
+    live: dict[Any, Any] = optimizer.state
+    optimizer._drop_plan()  # it holds the old state
     for key in [key for key in live if key not in found]:
         del live[key]
     for parameter, entry in found.items():
         values, count, moved = _entry(optimizer, parameter, entry, live.get(parameter) or {})
         live[parameter] = values  # one at a time, so that the old state does not stay beside the new
         total, requantized = total + count, requantized + moved
+    live.update(others)
+    optimizer.load_report = LoadReport(len(found), total, requantized)
     optimizer.__setstate__({"state": live, "param_groups": saved_groups})
     if requantized:
         logger.warning(
@@ -307,7 +316,6 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> LoadRepor
         )
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-    return LoadReport(len(found), total, requantized)
 
 
 def _like_the_live(saved: dict[str, Any], group: dict[str, Any]) -> None:
@@ -383,6 +391,8 @@ def _checked(
     shard = sharding.local(parameter)
     if shard.device.type == "meta":
         raise ValueError(f"{name} is on the meta device: give it storage (to_empty) before loading state.")
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{name}: its state in the state dict is {type(values).__name__}, expected a dict.")
     layout = layout_for(parameter, name) if bits == 8 else None
     wanted = expected(rule, bits, tuple(parameter.shape), layout)
     given = {key: value for key, value in values.items() if not (isinstance(value, Mapping) and not value)}
@@ -412,6 +422,12 @@ def _checked(
 def _wrong_names(key: str, part: Any, names: Mapping[str, Expected]) -> str:
     found = sorted(part) if isinstance(part, Mapping) else type(part).__name__
     text = f"{key} in the state dict holds {found}, expected {sorted(names)}."
+    orders = {name.partition("_order")[2] for name in [*names, *found]}
+    if isinstance(part, Mapping) and key.startswith("absmax") and len(orders) > 1:
+        return (
+            f"{text} The parameter had another order of dimensions in memory when it was saved (its strides, such as "
+            "channels_last): give it the same, or load it with bnb_fsdp.load_checkpoint."
+        )
     if isinstance(part, Mapping) and key.startswith("absmax"):
         return (
             f"{text} The parameter was cut along other dimensions when it was saved, in a way that rows cannot "

@@ -44,6 +44,17 @@ class _State(defaultdict[Tensor, Any]):
     def __reduce__(self) -> Any:  # a copy belongs to another optimizer: see __setstate__
         return defaultdict, (dict,), None, None, iter(self.items())
 
+    def copy(self) -> Any:
+        return defaultdict(dict, self)
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
 
 class BlockwiseOptimizer(torch.optim.Optimizer):
     """Base of all optimizers of this package; see its subclasses for hyperparameters.
@@ -227,8 +238,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Raises ValueError, before anything changes, for another algorithm, block size, number of bits, shape, dtype,
         group layout, a newer format, or a cut along other dimensions that rows cannot express.
         """
-        self.load_report = checkpoint.load(self, state_dict)
-        self._drop_plan()
+        checkpoint.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_backend": self._backend, "_overrides": self._overrides}
