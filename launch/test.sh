@@ -46,7 +46,7 @@ else
   install_into "$made" constraints-transformers4.txt "$repo[test,hf]"
   say "tests with transformers 4"
   record "transformers 4" run_pytest "$made" "$repo/tests/test_transformers.py" "$repo/tests/test_enums.py" \
-    "$repo/tests_distributed/test_trainer_fsdp2.py" "$@"
+    "$repo/tests_distributed/test_trainer_fsdp2.py" "$repo/tests_distributed/test_resume.py" "$@"
 fi
 
 say "summary"

@@ -328,3 +328,35 @@ def test_an_error_leaves_everything_as_it_was(case: str, stepped: bool) -> None:
     train(target)
     train(kept)
     assert_like(target, kept)
+
+
+@pytest.mark.parametrize("overrides", [None, {"1.weight": {"optim_bits": 32}}], ids=["none", "one"])
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_gathered_state_dicts_keep_the_groups(flat: bool, overrides: Any) -> None:
+    """Gathering a full state dict, torch drops empty lists and dicts within groups."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    def build() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(90, 70), nn.Linear(70, 90))
+        return model, AdamW8bit(model.named_parameters(), overrides=overrides)
+
+    options = StateDictOptions(full_state_dict=not flat, flatten_optimizer_state_dict=flat)
+    (model, optimizer), (fresh_model, fresh) = build(), build()
+    train(optimizer)
+    saved = through_a_file(dict(get_optimizer_state_dict(model, optimizer, options=options)))
+    set_optimizer_state_dict(fresh_model, fresh, saved, options=options)
+    names = [name for name, _ in model.named_parameters()]
+    bits = [8 if fresh.state[p]["state1"].dtype == torch.uint8 else 32 for p in fresh_model.parameters()]
+    assert bits == [8, 32, 32 if overrides else 8, 32], names
+    assert fresh.param_groups[0]["overrides"] == optimizer.param_groups[0]["overrides"]
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), fresh_model.parameters()):
+            q.copy_(p)
+    train(optimizer, first=3)
+    train(fresh, first=3)
+    assert_like(optimizer, fresh)

@@ -268,8 +268,8 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     def lora() -> tuple[nn.Module, Any]:
         model = Model()
         model.get_parameter("large").requires_grad_(False)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        optimizer = bnb_fsdp.AdamW8bit([{"params": named}, {"params": []}], lr=0.01)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = bnb_fsdp.AdamW8bit([{"params": trainable}, {"params": []}], lr=0.01)
         return model, optimizer
 
     def step(model: nn.Module, optimizer: Any, seed: int) -> None:
@@ -356,3 +356,39 @@ def test_progress_of_a_long_save_is_shown(
     bnb_fsdp.save_checkpoint(tmp_path / "shown", model, optimizer, progress=True)
     text = capsys.readouterr().err
     assert "saving shown: " in text and "% of 0.00 GB after 1 s" in text
+
+
+@pytest.mark.parametrize(("saved_as", "loaded_as"), [("plain", "channels_last"), ("channels_last", "plain")])
+def test_another_order_of_dimensions_in_memory_loads(tmp_path: Path, saved_as: str, loaded_as: str) -> None:
+    def convolutions(kind: str) -> tuple[nn.Module, Any]:
+        order = torch.channels_last if kind == "channels_last" else torch.contiguous_format
+        model = Model({"a": (8, 70, 3, 3), "b": (5, 256, 3, 2), "c": (4, 3, 2, 256)}).to(memory_format=order)
+        return model, bnb_fsdp.AdamW8bit(model.named_parameters(), lr=0.01)
+
+    def values(optimizer: Any, parameter: Tensor) -> list[tuple[Tensor, Tensor]]:
+        from bitsandbytes.functional import create_dynamic_map
+
+        found = []
+        for index, signed in enumerate((True, False), 1):
+            codes = optimizer.state[parameter][f"state{index}"]
+            scales = torch.empty_like(codes, dtype=torch.float32)
+            by_block = optimizer.state[parameter][f"absmax{index}"].repeat_interleave(256)
+            torch.as_strided(scales, (codes.numel(),), (1,)).copy_(by_block[: codes.numel()])
+            found.append((create_dynamic_map(signed)[codes.long()] * scales, scales))
+        return found
+
+    model, optimizer = convolutions(saved_as)
+    for step in range(3):
+        train(model, optimizer, step)
+    path = bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    fresh, fresh_optimizer = convolutions(loaded_as)
+    bnb_fsdp.load_checkpoint(path, fresh, fresh_optimizer)
+    for p, q in zip(model.parameters(), fresh.parameters()):
+        assert torch.equal(p, q) and p.stride() != q.stride()
+        for (old, _), (new, scale), half_gap in zip(
+            values(optimizer, p), values(fresh_optimizer, q), HALF_GAPS
+        ):
+            assert float((new - old).abs().sub(half_gap * scale).max()) <= 0 and bool(new.any())
+    report = fresh_optimizer.load_report
+    assert report.requantized == report.blocks > 0
+    train(fresh, fresh_optimizer, 3)

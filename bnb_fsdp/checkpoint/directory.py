@@ -177,18 +177,28 @@ def load_checkpoint(
     def assign() -> None:
         moved = sum(_convert(optimizer, values, one) for one in foreign)
         options = StateDictOptions(ignore_frozen_params=not manifest.frozen, strict=manifest.frozen)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=values["model"],
-            optim_state_dict=values["optimizer"],
-            options=options,
-        )
+        with states.without_warning():
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=values["model"],
+                optim_state_dict=values["optimizer"],
+                options=options,
+            )
         report = optimizer.load_report
         assert report is not None
         optimizer.load_report = report._replace(requantized=report.requantized + moved)
 
     group.all_do(f"loading {path}", assign)
+    reports = [report for report in group.gather(optimizer.load_report) if report is not None]
+    requantized = sum(report.requantized for report in reports)
+    if requantized and group.rank == 0:
+        states.logger.warning(
+            "%s: %d of %d blocks of 8-bit state had to be requantised: rows lie in other blocks than when they were saved.",
+            path,
+            requantized,
+            sum(report.blocks for report in reports),
+        )
     return extra
 
 

@@ -16,8 +16,10 @@ since torch.distributed.checkpoint compares neither dtypes nor meaning before it
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +40,20 @@ logger = logging.getLogger("bnb_fsdp")
 
 VERSION = 1
 """Version of this format; older ones are read, newer ones refused."""
+
+
+_quiet = 0
+
+
+@contextmanager
+def without_warning() -> Iterator[None]:
+    """Within, `load` leaves it to the caller to tell how many blocks were requantised."""
+    global _quiet
+    _quiet += 1
+    try:
+        yield
+    finally:
+        _quiet -= 1
 
 
 class LoadReport(NamedTuple):
@@ -103,6 +119,8 @@ def state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
             numbers.setdefault(parameter, len(numbers))
         packed = {key: value for key, value in group.items() if key != "params"}
         packed["params"] = [numbers[parameter] for parameter in group["params"]]
+        # As text: gathering a full state dict, torch drops empty lists and dicts.
+        packed["overrides"] = json.dumps(group["overrides"])
         packed_groups.append(packed)
     drop_orphans(optimizer)
     packed_state: dict[Any, Any] = {}
@@ -273,7 +291,7 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
         if result is not None:
             state_dict = result
     groups = optimizer.param_groups
-    saved_groups = [copy.deepcopy(dict(group)) for group in state_dict["param_groups"]]
+    saved_groups = [_unpacked(group) for group in state_dict["param_groups"]]
     check_groups(optimizer, saved_groups)
     owners = dict(zip(chain.from_iterable(group["params"] for group in saved_groups), named(optimizer)))
     found: dict[Tensor, _Found] = {}
@@ -306,16 +324,29 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
     live.update(others)
     optimizer.load_report = LoadReport(len(found), total, requantized)
     optimizer.__setstate__({"state": live, "param_groups": saved_groups})
-    if requantized:
+    if requantized and not _quiet:
         logger.warning(
-            "%d of %d blocks of 8-bit state had to be requantised: rows of this checkpoint lie in other blocks here "
-            "(rows that are no multiple of %d elements, and another number of ranks).",
+            "on this rank %d of %d blocks of 8-bit state had to be requantised: rows of this checkpoint lie in other "
+            "blocks here (rows that are no multiple of %d elements, and another number of ranks).",
             requantized,
             total,
             BLOCK_SIZE,
         )
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _unpacked(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a saved parameter group, as groups are."""
+    result = copy.deepcopy(dict(group))
+    if isinstance(result.get("overrides"), str):
+        try:
+            result["overrides"] = json.loads(result["overrides"])
+        except ValueError:
+            raise ValueError(
+                f"overrides in the state dict are {result['overrides']!r}, no JSON list."
+            ) from None
+    return result
 
 
 def _like_the_live(saved: dict[str, Any], group: dict[str, Any]) -> None:
