@@ -1,4 +1,4 @@
-"""``python -m bnb_fsdp doctor`` and ``python -m bnb_fsdp run script.py args...``."""
+"""``python -m bnb_fsdp doctor``, ``checkpoint ...`` and ``run script.py args...``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import __version__, backends, factory, rules, state
 from .backends import Backend, BucketKey, Slot
+from .checkpoint import commands as checkpoint
 from .rules import Hyper, Rule
 
 PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "triton")
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(own)
     if options.command == "doctor":
         return doctor(options.json)
+    if options.command == "checkpoint":
+        return checkpoint.run(options, parser.error)
     if options.command == "run":
         if (options.module is None) == (options.script is None):
             parser.error("run: give either a script or -m MODULE, then its arguments.")
@@ -67,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bnb_fsdp", description="8-bit and 32-bit optimizers for FSDP2.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"bnb_fsdp {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{doctor,run}")
+    commands = parser.add_subparsers(dest="command", metavar="{doctor,run,checkpoint}")
     check = commands.add_parser(
         "doctor",
         help="show versions, devices and backends, and test every backend; status 1 if a test fails",
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     start.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
     start.add_argument("script", nargs="?", help="path of the script")
+    checkpoint.add_parser(commands)
     return parser
 
 

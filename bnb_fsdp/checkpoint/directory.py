@@ -194,7 +194,7 @@ def load_checkpoint(
     requantized = sum(report.requantized for report in reports)
     if requantized and group.rank == 0:
         states.logger.warning(
-            "%s: %d of %d blocks of 8-bit state had to be requantised: rows lie in other blocks than when they were saved.",
+            "%s: %d of %d blocks of 8-bit state had to be requantised: rows lie in other blocks here than there.",
             path,
             requantized,
             sum(report.blocks for report in reports),
