@@ -272,8 +272,15 @@ def rank_main(rank: int, world: int, folder: Path, trial: int) -> None:
         )
 
 
+def partial(saves: Path) -> bool:
+    """Whether a checkpoint is being written, or was when its ranks died."""
+    return saves.is_dir() and any(".partial-" in path.name for path in saves.iterdir())
+
+
 def kill_drill(folder: Path, trials: int, world: int = 2, seed: int = 0) -> dict[str, int]:
-    """Start ranks, kill one or all of them at a random moment, start again; counts of what was seen.
+    """Start ranks, kill one or all of them, start again; counts of what was seen.
+
+    Every other kill comes at a random moment, the rest while a checkpoint is being written.
 
     Ranks are forked from this process, which must not have started threads or a process group.
     """
@@ -305,6 +312,11 @@ def kill_drill(folder: Path, trials: int, world: int = 2, seed: int = 0) -> dict
                 break
             time.sleep(0.005)
         time.sleep(chance.uniform(0.0, 0.6))
+        if trial % 2:  # in the middle of a save
+            begun = time.monotonic()
+            while time.monotonic() - begun < 30 and not partial(saves):
+                time.sleep(0.0005)
+            time.sleep(chance.uniform(0.0, 0.02))
         one = trial % 3 == 0
         victims = [chance.choice(children)] if one else list(children)
         for victim in victims:
@@ -320,8 +332,7 @@ def kill_drill(folder: Path, trials: int, world: int = 2, seed: int = 0) -> dict
             os.waitpid(child, 0)
         counts["kills"] += 1
         counts["of one rank"] += one
-        if saves.is_dir():
-            counts["left a partial save"] += any(".partial-" in path.name for path in saves.iterdir())
+        counts["left a partial save"] += partial(saves)
         if expected:
             counts["resumed"] += (folder / f"resumed{trial}").exists()
             if not (folder / f"resumed{trial}").exists():
