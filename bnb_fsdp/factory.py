@@ -10,12 +10,14 @@ from .optim.base import BlockwiseOptimizer, Params
 PREFIX = "bnb_fsdp_"
 
 _CLASSES: dict[str, type[BlockwiseOptimizer]] = {
-    PREFIX + name.lower(): getattr(optim, name) for name in optim.__all__ if name != "BlockwiseOptimizer"
+    PREFIX + name.lower().replace("paged", "paged_"): getattr(optim, name)
+    for name in optim.__all__
+    if name != "BlockwiseOptimizer"
 }
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """All names, such as ``bnb_fsdp_adamw8bit``: ``bnb_fsdp_`` and the lower-case class name."""
+    """All names, such as ``bnb_fsdp_adamw8bit``: ``bnb_fsdp_`` and the lower-case class name, ``paged_`` apart."""
     return tuple(_CLASSES)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ MAX_LINES = 60
 """Lines of the printed table; `Description.rows` has them all."""
 
 _MAX_NAME = 64
+_MAX_GROUPS = 8
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 
 
@@ -53,11 +54,14 @@ class Description:
     """The result of `describe`; ``str()`` is a table, ``to_dict()`` plain JSON data.
 
     Bytes before the first step are those that it will allocate. ``frozen`` counts the parameters without
-    state (requires_grad=False), which have no row; ``notes`` say what is not as one would wish.
+    state (requires_grad=False), which have no row; ``settings`` are each
+    group's hyperparameters; ``notes`` say what is not as one would wish.
     """
 
     optimizer: str
+    algorithm: str
     groups: int
+    settings: list[dict[str, Any]]
     rows: list[Row]
     frozen: int
     notes: list[str]
@@ -96,7 +100,9 @@ class Description:
         """Everything as dicts, lists, strings and numbers."""
         return {
             "optimizer": self.optimizer,
+            "algorithm": self.algorithm,
             "groups": self.groups,
+            "settings": [dict(group) for group in self.settings],
             "frozen": self.frozen,
             "notes": list(self.notes),
             "state_bytes": self.state_bytes,
@@ -115,7 +121,14 @@ class Description:
         )
         table = _table(self.rows) if self.rows else []
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([title, *table, self._totals(), self._fallback_line(), *notes])
+        return "\n".join([title, *table, self._totals(), self._fallback_line(), *self._group_lines(), *notes])
+
+    def _group_lines(self) -> Iterator[str]:
+        for index, settings in enumerate(self.settings[:_MAX_GROUPS]):
+            values = ", ".join(f"{key} {value}" for key, value in settings.items())
+            yield f"group {index} ({self.algorithm}): {values}"
+        if len(self.settings) > _MAX_GROUPS:
+            yield f"and {len(self.settings) - _MAX_GROUPS:,} groups more"
 
     def _totals(self) -> str:
         if not self.rows:
@@ -154,7 +167,25 @@ def describe(optimizer: torch.optim.Optimizer) -> Description:
                 frozen += 1
             else:
                 rows.append(_row(group, index, position, values or {}, sizes, names))
-    return Description(type(found).__name__, len(found.param_groups), rows, frozen, names.notes())
+    notes = names.notes()
+    if type(found).__name__.startswith("Paged"):
+        notes.append("this version keeps paged state on the parameters' device, as the unpaged class does")
+    settings = [_settings(group) for group in found.param_groups]
+    return Description(
+        type(found).__name__, found.rule.name, len(found.param_groups), settings, rows, frozen, notes
+    )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters as plain values; a tensor that lies on a device is not read."""
+    result = {}
+    for key, value in group.items():
+        if key in ("params", "param_names", "overrides", "format"):
+            continue
+        if isinstance(value, Tensor):
+            value = value.item() if value.device.type == "cpu" else f"on {value.device}"
+        result[key] = value
+    return result
 
 
 def _unwrap(optimizer: Any) -> BlockwiseOptimizer:

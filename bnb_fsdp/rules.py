@@ -35,6 +35,7 @@ class Hyper(NamedTuple):
     skip_zeros: bool = False
     update_scale: float = 1.0  # LAMB and LARS: a factor of the update, weight decay apart
     rate: Tensor | None = None  # the learning rate in device memory, in place of lr: see `read_rate`
+    published: bool = False  # LAMB and LARS: the papers' formulas, where the scale is a factor of lr
 
 
 def read_rate(hyper: Hyper) -> Hyper:
@@ -64,7 +65,7 @@ class Rule:
     update32: Update
     skips_zeros: tuple[int, ...] = (8, 32)
     gradient32: Callable[[Hyper, torch.dtype, Tensor, Tensor], Tensor] = _as_it_is
-    direction: Callable[[Hyper, int, States], Tensor] | None = None
+    direction: Callable[[Hyper, int, Tensor, Tensor, States], Tensor] | None = None
     state_names: tuple[str, ...] = ("state1", "state2", "state3")
 
     @property
@@ -73,9 +74,9 @@ class Rule:
         return self.state_names[: len(self.signed)]
 
 
-def _decay(h: Hyper) -> float:
-    """``1 - lr * weight_decay`` with one rounding; 1 without decay."""
-    lr, weight_decay = f32.scalar(h.lr), f32.scalar(h.weight_decay)
+def _decay(h: Hyper, scale: float = 1.0) -> float:
+    """``1 - scale * lr * weight_decay`` with one rounding more than a scale takes; 1 without decay."""
+    lr, weight_decay = f32.scalar(f32.scalar(h.lr) * f32.scalar(scale)), f32.scalar(h.weight_decay)
     return f32.scalar(1.0 - lr * weight_decay) if weight_decay > 0 else 1.0
 
 
@@ -124,9 +125,15 @@ def _adam_parameter(h: Hyper, step: int, dtype: torch.dtype, p: Tensor, m: Tenso
     correction2 = f32.scalar(_correction(h.beta2, step) ** 0.5)
     step_size = f32.scalar(f32.scalar(correction2 * f32.scalar(h.lr)) * -_rcp(_correction(h.beta1, step)))
     step_size = f32.scalar(step_size * f32.scalar(h.update_scale))
+    decay = _decay(h)
+    if (
+        h.published
+    ):  # the scale is one of the decay, too; by the division it does not matter that decay comes last
+        decay = _decay(h, h.update_scale)
+        step_size = f32.scalar(step_size * _rcp(decay))
     denominator = f32.fma(correction2, f32.scalar(h.eps), f32.sqrt(v))
     p = f32.round_to(f32.fma(step_size, f32.mul(m, f32.rcp(denominator)), p), dtype)
-    return f32.round_to(f32.mul(p, _decay(h)), dtype)
+    return f32.round_to(f32.mul(p, decay), dtype)
 
 
 def _adam8(h: Hyper, step: int, dtype: torch.dtype, g: Tensor, p: Tensor, s: States) -> tuple[Tensor, States]:
@@ -142,10 +149,11 @@ def _adam32(
     return _adam_parameter(h, step, dtype, p, m, v), (m, v)
 
 
-def _adam_direction(h: Hyper, step: int, s: States) -> Tensor:
+def _adam_direction(h: Hyper, step: int, g: Tensor, p: Tensor, s: States) -> Tensor:
     m = f32.mul(s[0], _rcp(_correction(h.beta1, step)))
     v = f32.mul(s[1], _rcp(_correction(h.beta2, step)))
-    return f32.mul(m, f32.rcp(f32.add(f32.sqrt(v), f32.scalar(h.eps))))
+    u = f32.mul(m, f32.rcp(f32.add(f32.sqrt(v), f32.scalar(h.eps))))
+    return f32.fma(p, f32.scalar(h.weight_decay), u) if h.published and h.weight_decay > 0 else u
 
 
 # --- AdEMAMix: fast average, second moment, slow average; beta3 and alpha come scheduled
@@ -241,21 +249,28 @@ def _momentum(h: Hyper, step: int, g: Tensor, s: Tensor) -> Tensor:
 def _momentum8(
     h: Hyper, step: int, dtype: torch.dtype, g: Tensor, p: Tensor, s: States
 ) -> tuple[Tensor, States]:
-    m = _momentum(h, step, _decayed8(h, g, p), s[0])
     scaled_lr = f32.scalar(f32.scalar(h.lr) * f32.scalar(h.update_scale))
+    if h.published:
+        m = _momentum(h, step, f32.mul(_decayed8(h, g, p), scaled_lr), s[0])
+        return f32.round_to(f32.sub(p, m), dtype), (m,)
+    m = _momentum(h, step, _decayed8(h, g, p), s[0])
     return f32.round_to(f32.fma(-m, scaled_lr, p), dtype), (m,)
 
 
 def _momentum32(
     h: Hyper, step: int, dtype: torch.dtype, g: Tensor, p: Tensor, s: States
 ) -> tuple[Tensor, States]:
+    if h.published:  # LARS: what enters the momentum has its local learning rate in it
+        scaled_lr = f32.scalar(f32.scalar(h.lr) * f32.scalar(h.update_scale))
+        m = _momentum(h, step, f32.mul(g, scaled_lr), s[0])
+        return f32.round_to(f32.sub(p, m), dtype), (m,)
     m = _momentum(h, step, f32.flush(g), s[0])
     change = f32.mul(m, f32.scalar(h.lr))
     return f32.round_to(f32.fma(change, -f32.scalar(h.update_scale), p), dtype), (m,)
 
 
-def _momentum_direction(h: Hyper, step: int, s: States) -> Tensor:
-    return s[0]
+def _momentum_direction(h: Hyper, step: int, g: Tensor, p: Tensor, s: States) -> Tensor:
+    return f32.flush(g) if h.published else s[0]
 
 
 def _quotient(h: Hyper, g: Tensor, v: Tensor) -> Tensor:
@@ -364,23 +379,24 @@ def step8(
     )
 
 
-def direction32(rule: Rule, h: Hyper, step: int, g: Tensor, states: States) -> Tensor:
-    """The u whose squares sum to the squared norm of the update, for LAMB (adam) and LARS (momentum).
+def direction32(rule: Rule, h: Hyper, step: int, g: Tensor, p: Tensor, states: States) -> Tensor:
+    """The u whose squares sum to the squared norm that LAMB (adam) and LARS (momentum) scale by.
 
-    ``states`` are those before the step; as upstream, weight decay is left out. float32 of g's shape.
+    ``states`` are those before the step. As upstream it is the update without weight decay; ``Hyper.published``: LAMB's
+    update with it, LARS' gradient. float32 of g's shape.
     """
     assert rule.direction is not None, rule.name
-    plain, g = h._replace(weight_decay=0.0), g.float()
+    plain, g, p = h._replace(weight_decay=0.0, published=False), g.float(), p.float()
     _, updated = rule.update32(plain, step, torch.float32, g, torch.zeros_like(g), states)
-    return rule.direction(h, step, updated)
+    return rule.direction(h, step, g, p, updated)
 
 
 def direction8(
-    rule: Rule, h: Hyper, step: int, dtype: torch.dtype, g: Tensor, codes: States, absmax: States
+    rule: Rule, h: Hyper, step: int, g: Tensor, p: Tensor, codes: States, absmax: States
 ) -> Tensor:
-    """`direction32` with 8-bit states, of a flat tensor; ``dtype`` is the parameter's."""
+    """`direction32` with 8-bit states, of a flat tensor."""
     assert rule.direction is not None, rule.name
-    plain, gradient = h._replace(weight_decay=0.0), _rows(g.float(), 0)
+    plain, gradient = h._replace(weight_decay=0.0, published=False), _rows(g.float(), 0)
     values = _values(rule, codes, absmax)
-    _, updated = rule.update8(plain, step, dtype, gradient, torch.zeros_like(gradient), values)
-    return rule.direction(h, step, updated).flatten()[: g.numel()]
+    _, updated = rule.update8(plain, step, p.dtype, gradient, torch.zeros_like(gradient), values)
+    return rule.direction(h, step, gradient, _rows(p.float(), 0), updated).flatten()[: g.numel()]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -83,6 +84,12 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 def check(parameter: Tensor, name: str) -> None:
     """Raise ValueError, naming the parameter, if its local shard cannot be updated in place."""
+    if getattr(parameter, "_fsdp_flattened", False):  # so FullyShardedDataParallel marks them
+        raise ValueError(
+            f"{name}: a parameter of FSDP1 (FullyShardedDataParallel), a piece of a flat buffer: bits and blocks would "
+            "depend on the wrapping and the number of ranks, and checkpoints would mix them up. Shard the model with "
+            "FSDP2: torch.distributed.fsdp.fully_shard(model), with accelerate fsdp_version: 2."
+        )
     if isinstance(parameter, DTensor):
         for placement in parameter.placements:
             if placement.is_partial():
@@ -195,6 +202,82 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
             f"tensor (torch computes {tuple(shape)} for this rank), so a checkpoint cannot hold it."
         )
     return tuple(shape), tuple(offset)
+
+
+class _Reduction(NamedTuple):
+    """One mesh: the process groups to add over, one after the other, and which rows of which buckets count.
+
+    ``weights`` are 1, or 0 for a shard that another rank of the groups holds too and counts.
+    """
+
+    device_type: str
+    groups: list[Any]
+    rows: list[tuple[int, list[int]]]
+    weights: list[float]
+
+
+def sums_over_shards(
+    parameters: Sequence[Sequence[Tensor]],
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """A function that adds what every rank computed of its shards, for parameters in buckets.
+
+    It takes a float32 tensor of (parameters, k) for each bucket, 0 where there is nothing to add, and returns the same
+    for whole tensors: bit-equal on all ranks, copies counted once. Each mesh is one all-reduce (of float64, so that the
+    order hardly matters) over the whole mesh or its one dimension with shards; several, one a dimension, only if
+    several have shards and the mesh is not all of the default process group. Every rank of the mesh has to call it.
+    """
+    by_mesh: dict[Any, list[tuple[int, int, DTensor]]] = {}
+    for bucket, members in enumerate(parameters):
+        for row, parameter in enumerate(members):
+            if isinstance(parameter, DTensor):
+                by_mesh.setdefault(parameter.device_mesh, []).append((bucket, row, parameter))
+    reductions = [found for found in itertools.starmap(_reduction, by_mesh.items()) if found.groups]
+    kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def add(sums: Sequence[Tensor]) -> list[Tensor]:
+        result = list(sums)
+        for number, (device_type, groups, rows, weights) in enumerate(reductions):
+            device = sums[rows[0][0]].device
+            if (
+                device.type != device_type
+            ):  # CPUOffloadPolicy: what the mesh's backend can reduce is elsewhere
+                device = torch.device(device_type)
+            if number not in kept:
+                where = [torch.tensor(index, device=sums[bucket].device) for bucket, index in rows]
+                kept[number] = torch.tensor(weights, dtype=torch.float64, device=device)[:, None], where
+            factors, where = kept[number]
+            parts = [result[bucket][index].to(device) for (bucket, _), index in zip(rows, where)]
+            packed = torch.cat(parts).double() * factors
+            for group in groups:
+                dist.all_reduce(packed, group=group)
+            start = 0
+            for (bucket, index), at in zip(rows, where):
+                total = packed[start : start + len(index)].float().to(result[bucket].device)
+                result[bucket] = result[bucket].index_copy(0, at, total)
+                start += len(index)
+        return result
+
+    return add
+
+
+def _reduction(mesh: Any, members: list[tuple[int, int, DTensor]]) -> _Reduction:
+    cut = [
+        dim
+        for dim in range(mesh.ndim)
+        if mesh.size(dim) > 1 and any(hasattr(p.placements[dim], "dim") for *_, p in members)
+    ]
+    if len(cut) > 1 and mesh.size() == dist.get_world_size():
+        groups, dims = [dist.group.WORLD], list(range(mesh.ndim))
+    else:
+        groups, dims = [mesh.get_group(dim) for dim in cut], cut
+    coordinate = mesh.get_coordinate()
+    rows: dict[int, list[int]] = {}
+    weights = []
+    for bucket, row, parameter in members:
+        rows.setdefault(bucket, []).append(row)
+        copies = (dim for dim in dims if not hasattr(parameter.placements[dim], "dim"))
+        weights.append(float(all(coordinate[dim] == 0 for dim in copies)))
+    return _Reduction(mesh.device_type, groups, list(rows.items()), weights)
 
 
 def like(

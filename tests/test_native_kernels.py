@@ -99,7 +99,9 @@ CASES = {
     "ordinary": (GROUPS, False),
     "nan_inf_zero_subnormal": (GROUPS, True),
     "skip_zeros": (tuple(group._replace(skip_zeros=True) for group in GROUPS), True),
+    "published": (tuple(group._replace(published=True, update_scale=0.73) for group in GROUPS), True),
 }
+WITH_NORMS = [rules.ADAM, rules.MOMENTUM]  # LAMB's and LARS' rules, which the case "published" is for
 # Each pair of dtypes; those of mixed dtypes, which differ in reading the gradient alone, with one case.
 DTYPES_AND_CASES = [
     (parameter, gradient, case)
@@ -115,6 +117,8 @@ DTYPES_AND_CASES = [
 def test_parameters_and_states_equal_the_rules_bit_for_bit_in_every_instruction_set(
     rule: Rule, bits: int, parameter_dtype: str, gradient_dtype: str, case: str
 ) -> None:
+    if case == "published" and rule not in WITH_NORMS:
+        case = "ordinary"
     dtype, g_dtype = DTYPES[parameter_dtype], DTYPES[gradient_dtype]
     groups, special = CASES[case]
     key = BucketKey(rule.name, bits, dtype, g_dtype, torch.device("cpu"))
@@ -140,6 +144,57 @@ def test_parameters_and_states_equal_the_rules_bit_for_bit_in_every_instruction_
         for step, (found, wanted) in enumerate(zip(mine, expected)):
             for index, (a, b) in enumerate(zip(found, wanted)):
                 assert same_bits(a, b), f"{instruction_set}, step {step}, tensor {index} of {len(found)}"
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["bitsandbytes", "published"])
+@pytest.mark.parametrize(
+    ("parameter_dtype", "gradient_dtype"),
+    [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float32")],
+)
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("rule", WITH_NORMS, ids=lambda rule: rule.name)
+def test_norms_are_those_of_the_rules_and_change_nothing(
+    rule: Rule, bits: int, parameter_dtype: str, gradient_dtype: str, published: bool
+) -> None:
+    dtype, g_dtype = DTYPES[parameter_dtype], DTYPES[gradient_dtype]
+    groups = [group._replace(published=published) for group in GROUPS]
+    key = BucketKey(rule.name, bits, dtype, g_dtype, torch.device("cpu"))
+    stepped = slots(rule, bits, dtype)
+    bucket, oracle = cpu.CpuBackend().bucket(key, rule, stepped), TorchBackend().bucket(key, rule, stepped)
+    for step in range(3):
+        gradients: list[Tensor | None] = [gradient(size, step, g_dtype, False) for size in SIZES]
+        gradients[3] = None
+        before = [x.clone() for s in stepped for x in (s.step, s.parameter, *s.states, *s.absmax)]
+        expected = oracle.norms(gradients, groups)
+        for instruction_set in cpu.instruction_sets():
+            with using(instruction_set):
+                found = bucket.norms(gradients, groups)
+                torch.testing.assert_close(found, expected, rtol=3e-6, atol=0)
+                assert torch.equal(found, bucket.norms(gradients, groups))
+        after = [x for s in stepped for x in (s.step, s.parameter, *s.states, *s.absmax)]
+        assert all(same_bits(a, b) for a, b in zip(before, after))
+        assert found[3].tolist() == [0, 0] and (found[4:, 1] > 0).all()
+        bucket.run(gradients, groups)
+        assert (found[4:, 0] > 0).all()
+
+
+def test_norms_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.randn(40 * 8192 + 77, generator=torch.Generator().manual_seed(0))
+    found = []
+    for threads in ("1", "2", "3"):
+        monkeypatch.setenv(cpu.THREADS_VARIABLE, threads)
+        _, bucket = adam8_bucket(parameter.clone())
+        bucket.run([gradient(parameter.numel(), 0, torch.float32, False)], GROUPS)
+        found.append(bucket.norms([gradient(parameter.numel(), 1, torch.float32, False)], GROUPS))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_a_rule_without_norms_says_so() -> None:
+    alone = slot("p", 0, torch.randn(300), rules.LION, 32)
+    key = BucketKey("lion", 32, torch.float32, torch.float32, torch.device("cpu"))
+    bucket = cpu.CpuBackend().bucket(key, rules.LION, [alone])
+    with pytest.raises(RuntimeError, match="lion norms .*lion has no update norm"):
+        bucket.norms([torch.randn(300)], GROUPS)
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -136,9 +136,9 @@ def test_update_norms(rule: str, bits: int, numel: int) -> None:
     assert torch.equal(first, again), "the sums are not deterministic"
     host: list[Tensor] = [s.cpu() for s in states]
     if bits == 8:
-        u = direction8(RULES[rule], HYPER, 3, p.dtype, g.cpu(), tuple(host), tuple(a.cpu() for a in absmax))
+        u = direction8(RULES[rule], HYPER, 3, g.cpu(), p.cpu(), tuple(host), tuple(a.cpu() for a in absmax))
     else:
-        u = direction32(RULES[rule], HYPER, 3, g.cpu(), tuple(host))
+        u = direction32(RULES[rule], HYPER, 3, g.cpu(), p.cpu(), tuple(host))
     want = torch.stack([u.double().square().sum(), p.cpu().double().square().sum()])
     assert torch.allclose(first.cpu().double(), want, rtol=1e-4)
 

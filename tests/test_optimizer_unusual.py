@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bnb_fsdp
+from bnb_fsdp.optim import base
 
 BACKENDS = ["cpu", "torch"]
 
@@ -164,10 +165,25 @@ def test_state_replaced_by_a_plain_dict_still_loads() -> None:
     assert int(optimizer.state[parameter]["step"]) == 2
 
 
-def test_paged_is_refused_with_a_reason_and_its_default_accepted() -> None:
-    make(is_paged=False)
-    with pytest.raises(ValueError, match=r"AdamW8bit\(is_paged=True\): this version has no paged"):
-        make(is_paged=True)
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "AdEMAMix"])
+@pytest.mark.parametrize("bits", ["", "8bit", "32bit"])
+def test_paged_classes_step_as_the_others_and_say_once_that_state_is_not_paged(name: str, bits: str) -> None:
+    base._unpaged.clear()
+    results = []
+    for cls in (getattr(bnb_fsdp, name + bits), getattr(bnb_fsdp, f"Paged{name}{bits}")):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5000))
+        if cls.__name__.startswith("Paged"):
+            with pytest.warns(UserWarning, match=f"{cls.__name__}: this version keeps paged state on the"):
+                cls([parameter])
+        optimizer = cls([parameter], lr=1e-2)
+        for _ in range(3):
+            parameter.grad = parameter.detach() * 2
+            optimizer.step()
+        results.append((parameter.detach(), optimizer.state[parameter]["state1"]))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    base._unpaged.clear()
+    with pytest.warns(UserWarning, match="keeps paged state"):
+        getattr(bnb_fsdp, name + bits)([parameter], is_paged=True)
 
 
 def test_step_under_torch_compile_runs_as_it_is() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import bnb_fsdp
 from bnb_fsdp import AdamW, AdamW8bit, AdamW32bit, Lion8bit, backends, describe, sharding
 from bnb_fsdp.report import MAX_LINES
 
@@ -141,7 +142,7 @@ def test_layers_collapse_into_one_line_and_differences_keep_theirs() -> None:
     parameters = dict(named(30))
     overrides = {"model.layers.7.proj.weight": {"optim_bits": 32}}
     lines = str(describe(AdamW8bit(parameters.items(), overrides=overrides))).splitlines()
-    table = {line.split()[0]: line.split()[1] for line in lines[3:-2]}
+    table = {line.split()[0]: line.split()[1] for line in lines[3:-3]}
     assert table == {
         "model.layers.*.proj.weight": "29",
         "model.layers.7.proj.weight": "1",
@@ -149,6 +150,17 @@ def test_layers_collapse_into_one_line_and_differences_keep_theirs() -> None:
         "embed.weight": "1",
     }
     assert len(describe(AdamW8bit(parameters.items())).rows) == 61
+
+
+def test_groups_tell_their_hyperparameters_and_many_are_cut() -> None:
+    groups = [{"params": [parameter(8)], "lr": 0.1 * index} for index in range(1, 11)]
+    description = describe(bnb_fsdp.LAMB(groups, trust_ratio="published", weight_decay=0.5))
+    assert [settings["lr"] for settings in description.settings] == [group["lr"] for group in groups]
+    lines = [line for line in str(description).splitlines() if line.startswith("and ") or " (adam): " in line]
+    assert len(lines) == 9 and lines[-1] == "and 2 groups more"
+    assert lines[0].startswith("group 0 (adam): lr 0.1, ") and "weight_decay 0.5" in lines[0]
+    assert "trust_ratio published" in lines[0] and "params" not in lines[0]
+    assert description.to_dict()["settings"][1]["lr"] == 0.2
 
 
 def test_a_number_that_all_names_share_stays() -> None:
@@ -160,7 +172,7 @@ def test_columns_are_aligned() -> None:
     lines = str(describe(AdamW8bit(named()))).splitlines()
     rule = lines[2]
     starts = [i for i, c in enumerate(rule) if c == "-" and (i == 0 or rule[i - 1] == " ")]
-    for line in [lines[1], *lines[3:-2]]:
+    for line in [lines[1], *lines[3:-3]]:
         assert all(line[start - 2 : start] == "  " for start in starts[1:])
 
 
@@ -168,7 +180,7 @@ def test_a_long_table_is_cut_and_says_so() -> None:
     optimizer = AdamW8bit([(f"odd{'x' * i}", parameter(i + 1)) for i in range(MAX_LINES + 5)])
     text = str(describe(optimizer))
     assert "... and 5 more lines (5 parameters); see .rows" in text
-    assert len(text.splitlines()) == MAX_LINES + 6
+    assert len(text.splitlines()) == MAX_LINES + 7
     assert max(map(len, text.splitlines())) < 240
 
 
@@ -310,4 +322,4 @@ def test_the_shares_of_a_thousand_ranks_are_worked_out_once_a_shape(
     description = describe(AdamW8bit(parameters))
     assert len(asked) == 10
     assert description.rows[0].total_state_bytes == 999 * state_bytes(16) + state_bytes(8)
-    assert len(str(description).splitlines()) == 3 + 10 + 2
+    assert len(str(description).splitlines()) == 3 + 10 + 3

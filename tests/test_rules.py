@@ -450,9 +450,9 @@ def test_direction_is_the_update_without_decay_and_learning_rate(rule: Rule, bit
     for step in range(1, 4):
         g, values = normal(N, step), trial.values()
         if bits == 8:
-            found = direction8(rule, h, step, torch.float32, g, trial.states, trial.absmax)
+            found = direction8(rule, h, step, g, trial.parameter, trial.states, trial.absmax)
         else:
-            found = direction32(rule, h, step, g, trial.states)
+            found = direction32(rule, h, step, g, trial.parameter, trial.states)
         _, *new = textbook(rule, 8, h._replace(weight_decay=0.0), step, g, torch.zeros(N), values)
         wanted = new[0]
         if rule is ADAM:

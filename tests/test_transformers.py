@@ -142,9 +142,12 @@ def arguments(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.filterwarnings("ignore:Paged.*keeps paged state:UserWarning")
 @pytest.mark.parametrize("name", bnb_fsdp.optimizer_names())
 def test_every_name_makes_its_optimizer(arguments: Callable[..., Any], name: str) -> None:
-    args = arguments(name, optim_args="momentum=0.9" if "sgd" in name else None)
+    args = arguments(
+        name, optim_args="momentum=0.9" if name.startswith(("bnb_fsdp_sgd", "bnb_fsdp_lars")) else None
+    )
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     assert args.optim is OptimizerNames(name) and cls is bnb_fsdp.optimizer_class(name)
     optimizer = cls([{"params": [torch.nn.Parameter(torch.zeros(4))], "weight_decay": 0.25}], **kwargs)

@@ -25,7 +25,7 @@ class BucketKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """One local tensor of a bucket: storage, state, and which parameter group it takes hyperparameters from.
+    """One local tensor of a bucket: storage, state, and which of a step's hyperparameters are its own.
 
     ``parameter`` is dense; ``states`` share its strides. ``absmax`` is empty in 32-bit buckets.
     """
@@ -41,11 +41,21 @@ class Slot:
 class Bucket(Protocol):
     """Prepared tables for a list of slots."""
 
-    def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
+    def run(
+        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
+    ) -> None:
         """Advance and update every slot whose gradient is not None.
 
-        A gradient has its parameter's shape and strides. Works on the device's current stream; raises
-        RuntimeError with operation, device, dtype and cause if the native code reports a failure.
+        A gradient has its parameter's shape and strides. ``scales``, float32 of one number a slot on the bucket's
+        device, are the update scales of LAMB and LARS in place of ``Hyper.update_scale``. Works on the device's current
+        stream; raises RuntimeError with operation, device, dtype and cause if the native code reports a failure.
+        """
+
+    def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
+        """float32 of (slots, 2) on the bucket's device: the sums of squares of each slot's direction
+        (`bnb_fsdp.rules.direction8`, of the coming step) and of its parameter; 0 without a gradient.
+
+        Changes nothing, and gives the same bits for the same input. For rules with a direction.
         """
 
 
@@ -53,7 +63,7 @@ class Bucket(Protocol):
 class PointerBucket(Bucket, Protocol):
     """A bucket that can also take the gradients as addresses, which spares the step a look at each in Python."""
 
-    def run_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> None:
+    def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         """As `run`, with the gradients' addresses.
 
         ``pointers`` is the address of one uint64 in host memory for each slot, in the order of the slots: 0 where
@@ -63,6 +73,9 @@ class PointerBucket(Bucket, Protocol):
         stream before the call returns may still read the gradients, as with any operator: the caching allocator hands
         their memory on in the order of that stream. Work on other streams must be ordered with it by the bucket.
         """
+
+    def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
+        """As `norms`, with the gradients' addresses."""
 
 
 # A bucket may have a method `check(hypers, capturing)`: called before any bucket of a step runs, it raises for what

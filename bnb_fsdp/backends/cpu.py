@@ -6,6 +6,7 @@ import array
 import ctypes
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,9 +72,7 @@ class CpuBucket:
         self._entries = (native.TensorEntry * len(slots))(*map(_entry, slots))
         self._used = frozenset(slot.group for slot in slots)
         self._library = library
-        self._step = library.function(
-            "bnb_fsdp_cpu_step",
-            ctypes.c_int,
+        arguments = (
             ctypes.c_char_p,
             *[ctypes.c_int] * 3,
             *[ctypes.c_void_p] * 2,
@@ -83,27 +82,43 @@ class CpuBucket:
             ctypes.c_void_p,
             *[ctypes.c_int] * 2,
         )
+        self._step = library.function("bnb_fsdp_cpu_step", ctypes.c_int, *arguments)
+        self._norms = library.function("bnb_fsdp_cpu_norms", ctypes.c_int, *arguments)
 
-    def _scales(self, hypers: Sequence[Hyper]) -> ctypes.Array[ctypes.c_float] | None:
+    def _scales(self, hypers: Sequence[Hyper]) -> Tensor | None:
         """Each tensor's update scale, None where all are 1."""
         if all(hyper.update_scale == 1.0 for hyper in hypers):
             return None
-        scales = (hypers[slot.group].update_scale for slot in self._slots)
-        return (ctypes.c_float * len(self._slots))(*scales)
+        return torch.tensor([hypers[slot.group].update_scale for slot in self._slots])
 
-    def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
-        # An empty shard's gradient has no storage; 1 says that there is one, and is never read.
-        pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
-        self.run_pointers(pointers.buffer_info()[0], hypers)
+    def run(
+        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
+    ) -> None:
+        addresses = _addresses(gradients)
+        self.run_pointers(addresses.buffer_info()[0], hypers, scales)
 
-    def run_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> None:
+    def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
+        scales = self._scales(hypers) if scales is None else scales
+        self._call(self._step, "step", pointers, hypers, None if scales is None else scales.data_ptr())
+
+    def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
+        addresses = _addresses(gradients)
+        return self.norms_pointers(addresses.buffer_info()[0], hypers)
+
+    def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
+        sums = torch.empty(len(self._slots), 2)
+        self._call(self._norms, "norms", pointers, hypers, sums.data_ptr())
+        return sums
+
+    def _call(
+        self, function: Any, what: str, pointers: int, hypers: Sequence[Hyper], numbers: int | None
+    ) -> None:
         table = (native.Hyper * len(hypers))()
         for group in self._used:
-            hyper = read_rate(hypers[group])
-            table[group] = native.Hyper(*hyper[:7], int(hyper.skip_zeros))
+            table[group] = native.hyper(read_rate(hypers[group]))
         key = self._key
         threads = thread_budget()
-        status = self._step(
+        status = function(
             key.rule.encode(),
             key.bits,
             _DTYPES[key.parameter_dtype],
@@ -113,16 +128,21 @@ class CpuBucket:
             len(self._entries),
             table,
             len(hypers),
-            self._scales(hypers),
+            numbers,
             threads,
             int(threads <= torch.get_num_threads() and not forked()),
         )
         if status != 0:
             shapes = [tuple(slot.parameter.shape) for slot in self._slots[:3]]
             raise RuntimeError(
-                f"{key.rule} step ({key.bits}-bit, {key.parameter_dtype} parameters, {key.gradient_dtype} "
+                f"{key.rule} {what} ({key.bits}-bit, {key.parameter_dtype} parameters, {key.gradient_dtype} "
                 f"gradients, {key.device}, {len(self._slots)} tensors such as {shapes}): {self._library.last_error()}"
             )
+
+
+def _addresses(gradients: Sequence[Tensor | None]) -> array.array[int]:
+    # An empty shard's gradient has no storage; 1 says that there is one, and is never read.
+    return array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
 
 
 def _entry(slot: Slot) -> native.TensorEntry:

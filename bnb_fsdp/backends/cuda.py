@@ -93,7 +93,7 @@ def raw_stream(index: int) -> int:
 
 def native_hyper(hyper: Hyper) -> native.Hyper:
     """``hyper`` for the library; for a learning rate in device memory see `device_rate`."""
-    return native.Hyper(*hyper[:7], int(hyper.skip_zeros))
+    return native.hyper(hyper)
 
 
 def device_rate(hyper: Hyper, device: torch.device) -> int:
@@ -185,12 +185,13 @@ class CudaBucket:
             )
         self.captured = True
 
-    def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
+    def run(
+        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
+    ) -> None:
         pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
-        self.run_pointers(pointers.buffer_info()[0], hypers)
+        self.run_pointers(pointers.buffer_info()[0], hypers, scales)
 
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
-        """As `run`, with gradient addresses. ``scales``: float32 of one update scale a slot, on the device."""
         if scales is None:
             scales = self._constant_scales(hypers)
         stream = self._enter(hypers)
@@ -202,15 +203,17 @@ class CudaBucket:
         )  # fmt: skip
 
     def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
-        """float32 of (slots, 2): the sums of squares of each coming update and of its parameter."""
         pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
+        return self.norms_pointers(pointers.buffer_info()[0], hypers)
+
+    def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
         tiles = self._library.bucket_tiles(self._handle)
         workspace = torch.empty(max(1, tiles), 2, device=self._key.device)
         sums = torch.zeros(len(self._slots), 2, device=self._key.device)
         stream = self._enter(hypers)
         self._check(
             self._library.bucket_norms(
-                self._handle, self._address, pointers.buffer_info()[0], self._hypers, workspace.data_ptr(),
+                self._handle, self._address, pointers, self._hypers, workspace.data_ptr(),
                 sums.data_ptr(), stream,
             )
         )  # fmt: skip

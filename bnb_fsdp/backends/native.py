@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_STATES = 3
 DIRECTORY_VARIABLE = "BNB_FSDP_LIBRARY_PATH"
 
@@ -29,6 +29,11 @@ class Hyper(ctypes.Structure):
         ),
         ("flags", ctypes.c_int32),
     ]
+
+
+def hyper(values: Any) -> Hyper:
+    """A `bnb_fsdp.rules.Hyper` for the libraries."""
+    return Hyper(*values[:7], int(values.skip_zeros) | int(values.published) << 1)
 
 
 class TensorEntry(ctypes.Structure):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..codebook import BLOCK_SIZE
-from ..rules import Hyper, Rule, read_rate, step8, step32
+from ..rules import Hyper, Rule, direction8, direction32, read_rate, step8, step32
 from .base import BucketKey, Slot
 
 # The rules hold about a dozen float64 temporaries a lane; this bounds them to some 400 MB.
@@ -21,6 +21,24 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+Part = tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def _parts(slot: Slot, gradient: Tensor) -> Iterator[Part]:
+    """Views of gradient, parameter, states and scales, flat, so many elements at a time as memory allows."""
+    parameter, gradient = _flat(slot.parameter), _flat(gradient)
+    states = tuple(_flat(state) for state in slot.states)
+    for start in range(0, parameter.numel(), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        blocks = slice(start // BLOCK_SIZE, (start + _CHUNK) // BLOCK_SIZE)
+        yield (
+            gradient[part],
+            parameter[part],
+            tuple(state[part] for state in states),
+            tuple(absmax[blocks] for absmax in slot.absmax),
+        )
+
+
 @dataclass(frozen=True)
 class TorchBucket:
     """See `bnb_fsdp.backends.base.Bucket`."""
@@ -30,26 +48,37 @@ class TorchBucket:
     slots: tuple[Slot, ...]
 
     @torch.no_grad()
-    def run(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> None:
+    def run(
+        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
+    ) -> None:
         used = {slot.group: read_rate(hypers[slot.group]) for slot in self.slots}
-        for slot, gradient in zip(self.slots, gradients):
+        factors = None if scales is None else scales.tolist()
+        for index, (slot, gradient) in enumerate(zip(self.slots, gradients)):
             if gradient is None:
                 continue
             slot.step.add_(1)
-            step = int(slot.step)
-            parameter, gradient = _flat(slot.parameter), _flat(gradient)
-            states = tuple(_flat(state) for state in slot.states)
-            for start in range(0, parameter.numel(), _CHUNK):
-                part = slice(start, start + _CHUNK)
-                scales = slice(start // BLOCK_SIZE, (start + _CHUNK) // BLOCK_SIZE)
-                self._update(
-                    used[slot.group],
-                    step,
-                    gradient[part],
-                    parameter[part],
-                    tuple(state[part] for state in states),
-                    tuple(absmax[scales] for absmax in slot.absmax),
-                )
+            step, hyper = int(slot.step), used[slot.group]
+            if factors is not None:
+                hyper = hyper._replace(update_scale=factors[index])
+            for part in _parts(slot, gradient):
+                self._update(hyper, step, *part)
+
+    @torch.no_grad()
+    def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
+        used = {slot.group: read_rate(hypers[slot.group]) for slot in self.slots}
+        sums = torch.zeros(len(self.slots), 2)
+        for index, (slot, gradient) in enumerate(zip(self.slots, gradients)):
+            if gradient is None:
+                continue
+            step, total = int(slot.step) + 1, torch.zeros(2, dtype=torch.float64)
+            for g, p, states, absmax in _parts(slot, gradient):
+                if self.bits == 8:
+                    u = direction8(self.rule, used[slot.group], step, g, p, states, absmax)
+                else:
+                    u = direction32(self.rule, used[slot.group], step, g, p, states)
+                total += torch.stack([u.double().square().sum(), p.double().square().sum()]).cpu()
+            sums[index] = total.float()
+        return sums.to(self.slots[0].parameter.device)
 
     def _update(
         self,

@@ -9,7 +9,7 @@
 #endif
 
 // Raised whenever a struct or a signature below changes.
-#define BNB_FSDP_ABI_VERSION 3
+#define BNB_FSDP_ABI_VERSION 4
 #define BNB_FSDP_MAX_STATES 3
 
 #ifdef __cplusplus
@@ -18,8 +18,10 @@ extern "C" {
 
 enum bnb_fsdp_dtype { BNB_FSDP_FLOAT32 = 0, BNB_FSDP_BFLOAT16 = 1, BNB_FSDP_FLOAT16 = 2 };
 
-// An element whose gradient is 0 keeps parameter and states, in the rules that honour it.
-enum bnb_fsdp_flags { BNB_FSDP_SKIP_ZEROS = 1 };
+// SKIP_ZEROS: an element whose gradient is 0 keeps parameter and states, in the rules that honour it.
+// PUBLISHED: the papers' formulas of LAMB ("adam") and LARS ("momentum"), in which `scales` is a factor of the
+// learning rate.
+enum bnb_fsdp_flags { BNB_FSDP_SKIP_ZEROS = 1, BNB_FSDP_PUBLISHED = 2 };
 
 // Hyperparameters of one parameter group.
 typedef struct {
@@ -60,6 +62,13 @@ BNB_FSDP_API int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dty
                                    const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
                                    const bnb_fsdp_hyper* hypers, int64_t groups, const float* scales,
                                    int threads, int use_openmp);
+// Writes to sums[2 * i], sums[2 * i + 1] the sum of squares of tensor i's coming update and of its parameter, 0
+// without a gradient; nothing is stepped. PUBLISHED: of LAMB's update with its weight decay, of LARS' gradient.
+// The sums do not depend on the number of threads. Rules "adam" and "momentum".
+BNB_FSDP_API int bnb_fsdp_cpu_norms(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
+                                    const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
+                                    const bnb_fsdp_hyper* hypers, int64_t groups, float* sums, int threads,
+                                    int use_openmp);
 
 // ---- libbnb_fsdp_cuda. It exports the four general functions above as well. ----
 //

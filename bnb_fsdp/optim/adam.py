@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ..rules import ADAM
-from .base import BlockwiseOptimizer, Overrides, Params, fixed, fixed_bits
+from .base import BlockwiseOptimizer, Overrides, Params, fixed, fixed_bits, say_unpaged
 
 
 class Adam(BlockwiseOptimizer):
@@ -32,9 +32,9 @@ class Adam(BlockwiseOptimizer):
         optim_bits: 32, or 8 for block-wise 8-bit state.
         args: must be None (bitsandbytes' namespace of extra settings).
         min_8bit_size: parameters with fewer elements (of the global tensor) keep 32-bit state.
-        is_paged: must be False: this version has no paged state.
+        is_paged: state in host memory; in this version it stays on the device, with a warning.
         overrides: ``{name pattern or parameter: {"optim_bits": ..., "min_8bit_size": ...}}``.
-        backend: "auto", "cpu", "cuda" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
+        backend: "auto", "cpu", "cuda", "triton" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
         capturable: keep step counts on the CUDA device, so that a CUDA graph can capture `step`. A graph holds the
             state it was captured with: capture again after `load_state_dict` or `add_param_group`.
 
@@ -62,8 +62,6 @@ class Adam(BlockwiseOptimizer):
         capturable: bool = False,
     ) -> None:
         fixed(type(self).__name__, amsgrad=(amsgrad, False), args=(args, None))
-        if is_paged:
-            raise ValueError(f"{type(self).__name__}(is_paged=True): this version has no paged optimizers.")
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -73,6 +71,8 @@ class Adam(BlockwiseOptimizer):
             backend=backend,
             capturable=capturable,
         )
+        if is_paged:
+            say_unpaged(type(self).__name__)
 
 
 class Adam8bit(Adam):
@@ -154,3 +154,45 @@ class AdamW32bit(Adam32bit):
         **kwargs: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, **kwargs)
+
+
+class PagedAdam(Adam):
+    """`Adam` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)
+
+
+class PagedAdam8bit(Adam8bit):
+    """`Adam8bit` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)
+
+
+class PagedAdam32bit(Adam32bit):
+    """`Adam32bit` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)
+
+
+class PagedAdamW(AdamW):
+    """`AdamW` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)
+
+
+class PagedAdamW8bit(AdamW8bit):
+    """`AdamW8bit` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)
+
+
+class PagedAdamW32bit(AdamW32bit):
+    """`AdamW32bit` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from .. import arithmetic as f32
-from .. import backends, state
+from .. import backends, sharding, state
 from ..checkpoint import state_dict as checkpoint
 from ..groups import check_group_overrides, check_minimum, check_overrides, parameter_name, resolve_overrides
 from ..rules import Hyper, Rule
 from .plan import Plan, check_parameter
+from .trust import Trust
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Overrides = Mapping[str | Tensor, Mapping[str, int]]
@@ -69,6 +71,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[Rule]
+    betas_count: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -128,12 +131,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: dict[str, Any], index: int) -> None:
         where = f"{type(self).__name__}, group {index}"
-        _check_number(where, "lr", group["lr"])
+        check_number(where, "lr", group["lr"])
         if "betas" in group:
-            _check_betas(where, group["betas"])
+            _check_betas(where, group["betas"], self.betas_count)
         for key in ("eps", "weight_decay"):
             if key in group:
-                _check_number(where, key, group[key])
+                check_number(where, key, group[key])
         if group["optim_bits"] not in state.OPTIM_BITS:
             raise ValueError(f"{where}: optim_bits={group['optim_bits']!r}; choose 8 or 32.")
         if not isinstance(group["capturable"], bool):
@@ -155,11 +158,24 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             rate=rate,
         )
 
+    def is_scheduled(self, group: dict[str, Any]) -> bool:
+        """Whether `schedule` does anything to this group's hyperparameters."""
+        return False
+
+    def schedule(self, group: dict[str, Any], hyper: Hyper, step: int) -> Hyper:
+        """``hyper`` as it is for parameters whose coming step is the ``step``-th."""
+        return hyper
+
+    def trust(self, group: dict[str, Any]) -> Trust | None:
+        """How LAMB and LARS scale this group's updates; None for not at all."""
+        return None
+
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """``step(closure=None)``: update every parameter that has a gradient; all else stays as it is.
 
-        Runs no DTensor operator and no collective. All gradients are checked before anything changes.
+        Runs no DTensor operator and no collective (LAMB and LARS: one all-reduce for each mesh). All gradients are
+        checked before anything changes.
         Returns what ``closure`` (which recomputes the loss, under grad mode) returns.
 
         Raises ValueError for a gradient that is sparse or of another shape, sharding or dtype family than its
@@ -180,19 +196,26 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """Whether this step is how tools that save checkpoints make an optimizer allocate its state.
 
         torchtitan's do ``step(closure=None)`` with learning rates of 0 and zero gradients for parameters without state,
-        and expect that nothing is counted.
+        and expect that nothing is counted. Ranks decide alike, by an all-reduce for each mesh.
         """
         if any(_is_on_cuda(group["lr"]) or float(group["lr"]) != 0 for group in self.param_groups):
             return False
         graded = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return bool(graded) and not any(self.state.get(p) for p in graded)
+        if not graded or any(self.state.get(p) for p in graded):
+            return False
+        found = torch.tensor([[float(_is_real(sharding.local(p.grad)))] for p in graded])
+        return not sharding.sums_over_shards([graded])([found])[0].any()
 
     @_disable_dynamo  # native calls on addresses: nothing that torch.compile could trace
     def _update(self) -> None:
         hypers = [self.hyper(group) for group in self.param_groups]
         if self._plan is None or not self._plan.gather(self):
             self._plan = self._new_plan()
-        self._plan.run(hypers)
+        hypers += [
+            self.schedule(self.param_groups[cohort.group], hypers[cohort.group], cohort.next_step())
+            for cohort in self._plan.cohorts
+        ]
+        self._plan.run(hypers, [self.trust(group) for group in self.param_groups])
 
     def _new_plan(self) -> Plan:
         """A plan that holds this step's gradients; if they are refused, nothing is left of it."""
@@ -231,6 +254,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, here or at another number of ranks; ``load_report`` tells what was done.
 
+        State dicts of bitsandbytes, torch.optim and lion-pytorch load too, if this class continues theirs: see
+        `bnb_fsdp.checkpoint.foreign`.
+
         Dtypes are kept. Bits are the same for every row whose blocks lie here as they lay there; other blocks are
         dequantised in float32 and requantised, with an error of at most half the distance between two codes.
         State of a sharded parameter may be DTensors on its mesh or whole plain tensors.
@@ -255,6 +281,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
 def _closure(closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
     return closure
+
+
+def _is_real(gradient: Tensor) -> bool:
+    """Whether ``gradient`` has anything but zeros."""
+    return gradient.layout != torch.strided or (gradient.device.type != "meta" and bool(gradient.any()))
 
 
 def _is_on_cuda(lr: Any) -> bool:
@@ -287,7 +318,22 @@ def fixed_bits(owner: str, bits: int, only: int, other: str) -> None:
         raise ValueError(f"{owner} has optim_bits={only}, got {bits!r}; use {other} to choose.")
 
 
-def _check_number(where: str, key: str, value: Any) -> None:
+def say_unpaged(owner: str) -> None:
+    """Warn, once a class, that state which was to be in host memory is on the device."""
+    if owner not in _unpaged:
+        _unpaged.add(owner)
+        warnings.warn(
+            f"{owner}: this version keeps paged state on the parameters' device, as the unpaged class does.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+_unpaged: set[str] = set()
+
+
+def check_number(where: str, key: str, value: Any) -> None:
+    """Raise ValueError if ``value`` is no finite number >= 0."""
     number = value
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -299,9 +345,12 @@ def _check_number(where: str, key: str, value: Any) -> None:
         raise ValueError(f"{where}: {key}={number!r} must be finite and >= 0.")
 
 
-def _check_betas(where: str, betas: Any) -> None:
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"{where}: betas={betas!r} must be two numbers in [0, 1), such as (0.9, 0.999).")
+def _check_betas(where: str, betas: Any, count: int) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != count:
+        such = "two numbers in [0, 1), such as (0.9, 0.999)"
+        if count == 3:
+            such = "three numbers in [0, 1), such as (0.9, 0.999, 0.9999)"
+        raise ValueError(f"{where}: betas={betas!r} must be {such}.")
     for beta in betas:
         if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0.0 <= float(beta) < 1.0:
             raise ValueError(f"{where}: betas={betas!r}: each must be a number in [0, 1).")

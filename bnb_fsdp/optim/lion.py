@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..rules import LION
-from .base import BlockwiseOptimizer, Overrides, Params, fixed, fixed_bits
+from .base import BlockwiseOptimizer, Overrides, Params, fixed, fixed_bits, say_unpaged
 
 
 class Lion(BlockwiseOptimizer):
@@ -28,9 +28,9 @@ class Lion(BlockwiseOptimizer):
         optim_bits: 32, or 8 for block-wise 8-bit state.
         args: must be None (bitsandbytes' namespace of extra settings).
         min_8bit_size: parameters with fewer elements (of the global tensor) keep 32-bit state.
-        is_paged: must be False: this version has no paged state.
+        is_paged: state in host memory; in this version it stays on the device, with a warning.
         overrides: ``{name pattern or parameter: {"optim_bits": ..., "min_8bit_size": ...}}``.
-        backend: "auto", "cpu", "cuda" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
+        backend: "auto", "cpu", "cuda", "triton" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
         capturable: keep step counts on the CUDA device, so that a CUDA graph can capture `step`. A graph holds the
             state it was captured with: capture again after `load_state_dict` or `add_param_group`.
 
@@ -56,8 +56,6 @@ class Lion(BlockwiseOptimizer):
         capturable: bool = False,
     ) -> None:
         fixed(type(self).__name__, args=(args, None))
-        if is_paged:
-            raise ValueError(f"{type(self).__name__}(is_paged=True): this version has no paged optimizers.")
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "weight_decay": weight_decay},
@@ -67,6 +65,8 @@ class Lion(BlockwiseOptimizer):
             backend=backend,
             capturable=capturable,
         )
+        if is_paged:
+            say_unpaged(type(self).__name__)
 
 
 class Lion8bit(Lion):
@@ -101,3 +101,24 @@ class Lion32bit(Lion):
     ) -> None:
         fixed_bits(type(self).__name__, optim_bits, 32, "Lion")
         super().__init__(params, lr, betas, weight_decay, optim_bits=32, **kwargs)
+
+
+class PagedLion(Lion):
+    """`Lion` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)
+
+
+class PagedLion8bit(Lion8bit):
+    """`Lion8bit` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)
+
+
+class PagedLion32bit(Lion32bit):
+    """`Lion32bit` with ``is_paged=True``."""
+
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, is_paged=True, **kwargs)

@@ -6,6 +6,7 @@ made for and reports otherwise, so that loading, moving or replacing state never
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +22,7 @@ from ..backends.gather import STATE, Gatherer, Planned
 from ..checkpoint.state_dict import drop_orphans
 from ..groups import parameter_name
 from ..rules import Hyper
+from .trust import Scales, Trust
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
@@ -75,6 +77,26 @@ class _Item:
         )
 
 
+class Cohort:
+    """Parameters of one group that have taken the same number of steps: a schedule gives them the same values."""
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+        self._counts: list[ctypes.c_float] = []
+
+    def add(self, step: Tensor) -> None:
+        """A parameter's step count, in host memory that the caller keeps alive."""
+        self._counts.append(ctypes.c_float.from_address(step.data_ptr()))
+
+    def next_step(self) -> int:
+        """Number of the coming step."""
+        return int(self._counts[0].value) + 1
+
+    def agrees(self) -> bool:
+        """Whether all counts are still the same."""
+        return len({count.value for count in self._counts}) == 1
+
+
 class Plan:
     """Buckets for an optimizer's parameters as they are now; allocates state that does not exist yet."""
 
@@ -84,6 +106,10 @@ class Plan:
         self._state = optimizer.state
         self._items: list[list[_Item | None]] = []
         self._owners: list[Any] = []
+        self.cohorts: list[Cohort] = []
+        """Of scheduled groups; their hyperparameters follow those of the groups, in this order."""
+        self._cohort_of: dict[tuple[int, float], int] = {}
+        self._is_scheduled = [optimizer.is_scheduled(group) for group in self._groups]
         buckets: dict[BucketKey, _Bucket] = {}
         fresh: dict[Tensor, dict[str, Tensor]] = {}
         for index, group in enumerate(self._groups):
@@ -99,6 +125,10 @@ class Plan:
             bucket.prepared = backend.bucket(key, self._rule, bucket.slots)
         self._buckets = list(buckets.values())
         self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        self._scales = Scales(
+            [bucket.parameters for bucket in self._buckets],
+            [[slot.group for slot in bucket.slots] for bucket in self._buckets],
+        )
         self._fresh = fresh
         self._state.update(fresh)
         self._capturable = [group["capturable"] for group in self._groups]
@@ -156,7 +186,7 @@ class Plan:
         item.bucket.slots.append(
             Slot(
                 name=name,
-                group=index,
+                group=self._hyper_index(index, values["step"]),
                 parameter=item.shard,
                 states=tuple(values[key] for key in states),
                 absmax=tuple(values[state.absmax_key(key)] for key in states) if bits == 8 else (),
@@ -166,6 +196,18 @@ class Plan:
         item.bucket.parameters.append(parameter if sharding.is_sharded(parameter) else self._twin(shard))
         item.bucket.gradients.append(None)
         return item
+
+    def _hyper_index(self, group: int, step: Tensor) -> int:
+        """Which of the hyperparameters given to `run` are those of a parameter."""
+        if not self._is_scheduled[group]:
+            return group
+        key = (group, float(step))
+        if key not in self._cohort_of:
+            self._cohort_of[key] = len(self.cohorts)
+            self.cohorts.append(Cohort(group))
+        index = self._cohort_of[key]
+        self.cohorts[index].add(step)
+        return len(self._groups) + index
 
     def _twin(self, shard: Tensor) -> Tensor:
         """A plain parameter's detached twin: to count a version there, in the counter both share, costs a fraction, if
@@ -182,6 +224,10 @@ class Plan:
         if optimizer.state is not self._state or optimizer.param_groups is not self._groups:
             return False
         if [group["capturable"] for group in self._groups] != self._capturable:
+            return False
+        if [optimizer.is_scheduled(group) for group in self._groups] != self._is_scheduled:
+            return False
+        if not all(cohort.agrees() for cohort in self.cohorts):
             return False
         if self._gatherer is not None:
             self._found = self._gatherer.gather(self._groups, self._state)
@@ -252,23 +298,38 @@ class Plan:
                 bucket.gradients[item.index] = local
         return True
 
-    def run(self, hypers: Sequence[Hyper]) -> None:
-        """Step every bucket with the gradients `gather` collected, and let go of them."""
+    def run(self, hypers: Sequence[Hyper], trusts: Sequence[Trust | None]) -> None:
+        """Step every bucket with the gradients `gather` collected, and let go of them.
+
+        ``hypers``: of each group, then of each of `cohorts`. ``trusts``: of each group.
+        """
         done = 0  # parameters of the buckets that were stepped
         try:
             self._check(hypers)
-            for bucket in self._buckets:
+            scales: Sequence[Tensor | None] = [None] * len(self._buckets)
+            if any(trusts):
+                norms, first = [], 0
+                for bucket in self._buckets:
+                    if self._found is None:
+                        norms.append(bucket.prepared.norms(bucket.gradients, hypers))
+                    else:
+                        norms.append(_by_pointer(bucket).norms_pointers(self._pointer(first), hypers))
+                    first += len(bucket.slots)
+                scales = self._scales(norms, trusts, self._rule.name)
+            for bucket, scale in zip(self._buckets, scales):
                 if self._found is None:
-                    bucket.prepared.run(bucket.gradients, hypers)
+                    bucket.prepared.run(bucket.gradients, hypers, scale)
                 else:
-                    assert self._gatherer is not None
-                    # There is a gatherer only if all buckets take pointers.
-                    cast(PointerBucket, bucket.prepared).run_pointers(self._gatherer.pointer(done), hypers)
+                    _by_pointer(bucket).run_pointers(self._pointer(done), hypers, scale)
                 done += len(bucket.slots)
         finally:
             # Native code is invisible to autograd: without this, a later backward would not notice the change.
             torch.autograd.graph.increment_version(self._updated(done))
             self._release()
+
+    def _pointer(self, slot: int) -> int:
+        assert self._gatherer is not None
+        return self._gatherer.pointer(slot)
 
     def _check(self, hypers: Sequence[Hyper]) -> None:
         """Refuse, before any bucket is stepped, what one of them could not do."""
@@ -300,6 +361,10 @@ class Plan:
         if self._found is not None and self._gatherer is not None:
             self._gatherer.release()
         self._found = None
+
+
+def _by_pointer(bucket: _Bucket) -> PointerBucket:
+    return cast(PointerBucket, bucket.prepared)  # there is a gatherer only if all buckets take pointers
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:

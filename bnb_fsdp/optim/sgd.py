@@ -30,7 +30,7 @@ class SGD(BlockwiseOptimizer):
         args: must be None (bitsandbytes' namespace of extra settings).
         min_8bit_size: parameters with fewer elements (of the global tensor) keep 32-bit state.
         overrides: ``{name pattern or parameter: {"optim_bits": ..., "min_8bit_size": ...}}``.
-        backend: "auto", "cpu", "cuda" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
+        backend: "auto", "cpu", "cuda", "triton" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
         capturable: keep step counts on the CUDA device, so that a CUDA graph can capture `step`. A graph holds the
             state it was captured with: capture again after `load_state_dict` or `add_param_group`.
 

@@ -65,8 +65,8 @@ __global__ void direction(typename Rule::Scalars k, const float* g, const float*
   if (i >= n) return;
   FloatLane states[Rule::states];
   for (int j = 0; j < Rule::states; ++j) states[j] = FloatLane(s[j * n + i]);
-  u[i] = Rule::direction32(k, FloatLane(g[i]), states).v +
-         Rule::template direction8<Float16>(k, FloatLane(g[i]), states).v;
+  u[i] = Rule::direction32(k, FloatLane(g[i]), FloatLane(u[i]), states).v +
+         Rule::template direction8<Float16>(k, FloatLane(g[i]), FloatLane(u[i]), states).v;
 }
 
 template __global__ void step<Adam>(bnb_fsdp_hyper, const float*, float*, float*, int);

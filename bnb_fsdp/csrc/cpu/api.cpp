@@ -66,10 +66,23 @@ struct Work {
   std::vector<int64_t> ends;     // running count of pieces
 };
 
-void run(const Work& work, const bnb_fsdp_tensor* tensors, const void* const* gradients, const Kernel& kernel,
-         int gradient_dtype, int threads, bool use_openmp) {
+// A call's arguments, once they are known to be sound.
+struct Call {
+  Kernel kernel;
+  const bnb_fsdp_tensor* tensors;
+  const void* const* gradients;
+  int gradient_dtype;
+  int threads;
+  bool use_openmp;
+};
+
+// each(range, piece) for all pieces, on several threads.
+template <class Each>
+void run(const Work& work, const Call& call, const Each& each) {
   std::atomic<int64_t> ticket{0};
   const int64_t total = work.ends.empty() ? 0 : work.ends.back();
+  const int threads = call.threads;
+  const bool use_openmp = call.use_openmp;
   const auto job = [&] {
     const FlushScope flush;
     size_t at = 0;
@@ -77,9 +90,9 @@ void run(const Work& work, const bnb_fsdp_tensor* tensors, const void* const* gr
       while (work.ends[at] <= piece) ++at;
       const int64_t index = work.indices[at];
       const int64_t begin = (piece - (at > 0 ? work.ends[at - 1] : 0)) * work.piece;
-      const bnb_fsdp_tensor& tensor = tensors[index];
+      const bnb_fsdp_tensor& tensor = call.tensors[index];
       const int64_t end = std::min(begin + work.piece, tensor.numel);
-      kernel.run(Range{&tensor, gradients[index], &work.scalars[at], begin, end}, gradient_dtype);
+      each(Range{&tensor, call.gradients[index], &work.scalars[at], begin, end}, piece);
     }
   };
   if (threads > 1 && total > 1) {
@@ -102,6 +115,35 @@ const char* check(const bnb_fsdp_tensor& t, int bits, int states, int64_t groups
   for (int s = 0; s < states; ++s)
     if (t.state[s] == nullptr || (bits == 8 && t.absmax[s] == nullptr)) return "its state is missing";
   return nullptr;
+}
+
+// Checks the arguments of a call and deals out the work, `piece` elements at a time (0: as suits the threads);
+// 0, or the failure told. Nothing after it can fail.
+int prepare(const char* rule, int bits, int parameter_dtype, int64_t count, int64_t groups, int64_t piece,
+            Call& call, Work& work) {
+  if (rule == nullptr || (bits != 8 && bits != 32))
+    return fail("no kernel for " + std::to_string(bits) + " bits");
+  if (call.gradient_dtype < BNB_FSDP_FLOAT32 || call.gradient_dtype > BNB_FSDP_FLOAT16)
+    return fail("unknown gradient dtype " + std::to_string(call.gradient_dtype));
+  call.kernel = instruction_set().find(rule, bits, parameter_dtype);
+  if (call.kernel.run == nullptr)
+    return fail("no kernel for rule " + std::string(rule) + ", parameter dtype " +
+                std::to_string(parameter_dtype));
+  int64_t elements = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (call.gradients[i] == nullptr) continue;
+    if (const char* problem = check(call.tensors[i], bits, call.kernel.states, groups))
+      return fail("tensor " + std::to_string(i) + ": " + problem);
+    work.indices.push_back(i);
+    elements += call.tensors[i].numel;
+  }
+  if (elements <= kSerial) call.threads = 1;
+  work.piece = piece != 0 ? piece : piece_size(elements, call.threads);
+  int64_t pieces = 0;
+  for (const int64_t i : work.indices)
+    work.ends.push_back(pieces += (call.tensors[i].numel + work.piece - 1) / work.piece);
+  work.scalars.resize(work.indices.size());
+  return 0;
 }
 
 }  // namespace
@@ -156,38 +198,52 @@ int bnb_fsdp_cpu_step(const char* rule, int bits, int parameter_dtype, int gradi
                       const bnb_fsdp_hyper* hypers, int64_t groups, const float* scales, int threads,
                       int use_openmp) {
   try {
-    if (rule == nullptr || (bits != 8 && bits != 32))
-      return fail("no kernel for " + std::to_string(bits) + " bits");
-    if (gradient_dtype < BNB_FSDP_FLOAT32 || gradient_dtype > BNB_FSDP_FLOAT16)
-      return fail("unknown gradient dtype " + std::to_string(gradient_dtype));
-    const Kernel kernel = instruction_set().find(rule, bits, parameter_dtype);
-    if (kernel.run == nullptr)
-      return fail("no kernel for rule " + std::string(rule) + ", parameter dtype " +
-                  std::to_string(parameter_dtype));
-
+    Call call{{}, tensors, gradients, gradient_dtype, threads, use_openmp != 0};
     Work work;
-    int64_t elements = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      if (gradients[i] == nullptr) continue;
-      if (const char* problem = check(tensors[i], bits, kernel.states, groups))
-        return fail("tensor " + std::to_string(i) + ": " + problem);
-      work.indices.push_back(i);
-      elements += tensors[i].numel;
-    }
-    if (elements <= kSerial) threads = 1;
-    work.piece = piece_size(elements, threads);
-    int64_t pieces = 0;
-    for (const int64_t i : work.indices)
-      work.ends.push_back(pieces += (tensors[i].numel + work.piece - 1) / work.piece);
-    // Nothing below can fail, so nothing is left half done.
-    work.scalars.resize(work.indices.size());
+    if (prepare(rule, bits, parameter_dtype, count, groups, 0, call, work) != 0) return 1;
     const FlushScope flush;
     for (size_t at = 0; at < work.indices.size(); ++at) {
       const bnb_fsdp_tensor& t = tensors[work.indices[at]];
       *t.step += 1.0f;
-      kernel.scalars(hypers[t.group], *t.step, scales ? scales[work.indices[at]] : 1.0f, work.scalars[at]);
+      call.kernel.scalars(hypers[t.group], *t.step, scales ? scales[work.indices[at]] : 1.0f, work.scalars[at]);
     }
-    run(work, tensors, gradients, kernel, gradient_dtype, threads, use_openmp != 0);
+    run(work, call, [&](const Range& range, int64_t) { call.kernel.run(range, gradient_dtype); });
+    return 0;
+  } catch (const std::exception& error) {
+    return fail(error.what());
+  }
+}
+
+int bnb_fsdp_cpu_norms(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
+                       const bnb_fsdp_tensor* tensors, const void* const* gradients, int64_t count,
+                       const bnb_fsdp_hyper* hypers, int64_t groups, float* sums, int threads, int use_openmp) {
+  try {
+    Call call{{}, tensors, gradients, gradient_dtype, threads, use_openmp != 0};
+    Work work;
+    if (prepare(rule, bits, parameter_dtype, count, groups, kSmallestPiece, call, work) != 0) return 1;
+    if (call.kernel.norms == nullptr) return fail(std::string(rule) + " has no update norm");
+    struct Sums {
+      double values[2] = {0.0, 0.0};
+    };
+    std::vector<Sums> pieces(static_cast<size_t>(work.ends.empty() ? 0 : work.ends.back()));
+    const FlushScope flush;
+    for (size_t at = 0; at < work.indices.size(); ++at) {
+      const bnb_fsdp_tensor& t = tensors[work.indices[at]];
+      call.kernel.scalars(hypers[t.group], *t.step + 1.0f, 1.0f, work.scalars[at]);
+    }
+    run(work, call, [&](const Range& range, int64_t piece) {
+      call.kernel.norms(range, gradient_dtype, pieces[static_cast<size_t>(piece)].values);
+    });
+    std::fill(sums, sums + 2 * count, 0.0f);
+    int64_t piece = 0;
+    for (size_t at = 0; at < work.indices.size(); ++at) {
+      Sums total;
+      for (; piece < work.ends[at]; ++piece)
+        for (int which = 0; which < 2; ++which)
+          total.values[which] += pieces[static_cast<size_t>(piece)].values[which];
+      for (int which = 0; which < 2; ++which)
+        sums[2 * work.indices[at] + which] = static_cast<float>(total.values[which]);
+    }
     return 0;
   } catch (const std::exception& error) {
     return fail(error.what());

@@ -277,6 +277,89 @@ void run32(const Range& range, int gradient_dtype) {
     blocks32<Rule, P, false>(range, gradient_dtype);
 }
 
+// Sums of squares, with a running sum in each lane for a block's elements and double precision beyond.
+struct Squares {
+  Lane direction{0.0f}, parameter{0.0f};
+
+  void add(Lane u, Lane p) {
+    direction = fma(u, u, direction);
+    parameter = fma(p, p, parameter);
+  }
+  void add_to(double (&sums)[2]) const {
+    alignas(64) float parts[2][Lane::width];
+    Memory<Float32>::store(parts[0], direction);
+    Memory<Float32>::store(parts[1], parameter);
+    for (int which = 0; which < 2; ++which)
+      for (float part : parts[which]) sums[which] += static_cast<double>(part);
+  }
+};
+
+// A block's states as float32. n < kBlock: the rest is 0.
+template <class Rule, int StateBits>
+void widen_states(const bnb_fsdp_tensor& t, int64_t begin, int n, float (&values)[Rule::states][kBlock]) {
+  constexpr int lanes = kGroup / Lane::width;
+  for (int s = 0; s < Rule::states; ++s) {
+    if (StateBits == 32) {
+      memcpy(values[s], static_cast<const float*>(t.state[s]) + begin, static_cast<size_t>(n) * sizeof(float));
+    } else {
+      alignas(64) uint8_t codes[kBlock] = {};
+      memcpy(codes, static_cast<const uint8_t*>(t.state[s]) + begin, static_cast<size_t>(n));
+      const Lane scale(t.absmax[s][begin / kBlock]);
+      for (int i = 0; i < kBlock; i += kGroup) {
+        Lane states[lanes];
+        if (Rule::is_signed(s))
+          decode_group<true>(codebook(true), codes + i, scale, states);
+        else
+          decode_group<false>(codebook(false), codes + i, scale, states);
+        for (int lane = 0; lane < lanes; ++lane)
+          Memory<Float32>::store(values[s] + i + lane * Lane::width, states[lane]);
+      }
+    }
+    for (int i = n; i < kBlock; ++i) values[s][i] = 0.0f;
+  }
+}
+
+template <class Rule, class P, int StateBits>
+void norms(const Range& range, int gradient_dtype, double (&sums)[2]) {
+  typename Rule::Scalars k;
+  memcpy(&k, range.scalars->bytes, sizeof k);
+  const bnb_fsdp_tensor& t = *range.tensor;
+  for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+    const int n = static_cast<int>(range.end - begin < kBlock ? range.end - begin : kBlock);
+    alignas(64) float buffer[kBlock];
+    alignas(64) float values[Rule::states][kBlock];
+    alignas(64) float u[kBlock];
+    alignas(64) unsigned char g_raw[4 * kBlock];
+    alignas(64) typename Memory<P>::type p_copy[kBlock] = {};
+    const auto* p = static_cast<const typename Memory<P>::type*>(t.parameter) + begin;
+    const float* g;
+    if (n == kBlock) {
+      g = gradients(range.gradient, begin, gradient_dtype, buffer);
+    } else {
+      g = tail_gradients(range.gradient, begin, static_cast<size_t>(n), gradient_dtype, g_raw, buffer);
+      memcpy(p_copy, p, static_cast<size_t>(n) * sizeof *p);
+      p = p_copy;
+    }
+    widen_states<Rule, StateBits>(t, begin, n, values);
+    Squares squares;
+    for (int i = 0; i < kBlock; i += Lane::width) {
+      Lane state[Rule::states];
+      for (int s = 0; s < Rule::states; ++s) state[s] = Memory<Float32>::load(values[s] + i);
+      const Lane gradient = Memory<Float32>::load(g + i), parameter = Memory<P>::load(p + i);
+      Lane direction = StateBits == 8 ? Rule::template direction8<P>(k, gradient, parameter, state)
+                                      : Rule::direction32(k, gradient, parameter, state);
+      if (i + Lane::width > n) {  // what fills the block up does not count, not even as 0 / 0
+        Memory<Float32>::store(u, direction);
+        for (int lane = 0; lane < Lane::width; ++lane)
+          if (i + lane >= n) u[lane] = 0.0f;
+        direction = Memory<Float32>::load(u);
+      }
+      squares.add(direction, parameter);
+    }
+    squares.add_to(sums);
+  }
+}
+
 template <class Rule>
 void scalars(const bnb_fsdp_hyper& hyper, float step, float scale, ScalarBlock& out) {
   static_assert(sizeof(typename Rule::Scalars) <= sizeof(ScalarBlock::bytes),
@@ -286,27 +369,43 @@ void scalars(const bnb_fsdp_hyper& hyper, float step, float scale, ScalarBlock& 
   out.skip_zeros = (hyper.flags & BNB_FSDP_SKIP_ZEROS) != 0;
 }
 
+template <class Rule, class P>
+Kernel kernel(int bits) {
+  return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, P> : run32<Rule, P>, nullptr};
+}
+
 template <class Rule>
 Kernel kernel(int bits, int parameter_dtype) {
   switch (parameter_dtype) {
-    case BNB_FSDP_FLOAT32:
-      return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, Float32> : run32<Rule, Float32>};
-    case BNB_FSDP_BFLOAT16:
-      return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, BFloat16> : run32<Rule, BFloat16>};
-    case BNB_FSDP_FLOAT16:
-      return {Rule::states, scalars<Rule>, bits == 8 ? run8<Rule, Float16> : run32<Rule, Float16>};
-    default: return {0, nullptr, nullptr};
+    case BNB_FSDP_FLOAT32: return kernel<Rule, Float32>(bits);
+    case BNB_FSDP_BFLOAT16: return kernel<Rule, BFloat16>(bits);
+    case BNB_FSDP_FLOAT16: return kernel<Rule, Float16>(bits);
+    default: return {0, nullptr, nullptr, nullptr};
   }
 }
 
+template <class Rule>
+Kernel kernel_with_norms(int bits, int parameter_dtype) {
+  Kernel result = kernel<Rule>(bits, parameter_dtype);
+  switch (parameter_dtype) {
+    case BNB_FSDP_FLOAT32: result.norms = bits == 8 ? norms<Rule, Float32, 8> : norms<Rule, Float32, 32>; break;
+    case BNB_FSDP_BFLOAT16:
+      result.norms = bits == 8 ? norms<Rule, BFloat16, 8> : norms<Rule, BFloat16, 32>;
+      break;
+    case BNB_FSDP_FLOAT16: result.norms = bits == 8 ? norms<Rule, Float16, 8> : norms<Rule, Float16, 32>; break;
+    default: break;
+  }
+  return result;
+}
+
 Kernel find(const char* rule, int bits, int parameter_dtype) {
-  if (strcmp(rule, "adam") == 0) return kernel<Adam>(bits, parameter_dtype);
+  if (strcmp(rule, "adam") == 0) return kernel_with_norms<Adam>(bits, parameter_dtype);
   if (strcmp(rule, "ademamix") == 0) return kernel<AdEMAMix>(bits, parameter_dtype);
   if (strcmp(rule, "lion") == 0) return kernel<Lion>(bits, parameter_dtype);
-  if (strcmp(rule, "momentum") == 0) return kernel<Momentum>(bits, parameter_dtype);
+  if (strcmp(rule, "momentum") == 0) return kernel_with_norms<Momentum>(bits, parameter_dtype);
   if (strcmp(rule, "rmsprop") == 0) return kernel<RMSprop>(bits, parameter_dtype);
   if (strcmp(rule, "adagrad") == 0) return kernel<Adagrad>(bits, parameter_dtype);
-  return {0, nullptr, nullptr};
+  return {0, nullptr, nullptr, nullptr};
 }
 
 bool supported() {

@@ -25,6 +25,8 @@ struct Kernel {
   void (*scalars)(const bnb_fsdp_hyper& hyper, float step, float scale, ScalarBlock& out);
   // gradient_dtype is a bnb_fsdp_dtype. Runs with subnormal numbers flushed to zero: see FlushScope.
   void (*run)(const Range& range, int gradient_dtype);
+  // Sums of squares of the rule's direction and of the parameter; NULL for rules without one.
+  void (*norms)(const Range& range, int gradient_dtype, double (&sums)[2]);
 };
 
 struct InstructionSet {

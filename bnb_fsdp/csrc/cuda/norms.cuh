@@ -1,4 +1,4 @@
-// Sums of squares for LAMB and LARS: of the update that a step would make, and of the parameter. Deterministic:
+// Sums of squares for LAMB and LARS: of the rule's direction, and of the parameter. Deterministic:
 // a CTA sums a tile in a fixed order, and a second kernel sums a tensor's tiles in theirs.
 #pragma once
 #include "launch.cuh"
@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kNormThreads)
       for (int s = 0; s < Rule::states; ++s) states[s] = state_of<Rule, Bits>(launch, e, s, at);
       Element u;
       if constexpr (Bits == 8)
-        u = Rule::template direction8<P>(k, g, states);
+        u = Rule::template direction8<P>(k, g, p, states);
       else
-        u = Rule::direction32(k, g, states);
+        u = Rule::direction32(k, g, p, states);
       sum.x += u.v * u.v;
       sum.y += p.v * p.v;
     }

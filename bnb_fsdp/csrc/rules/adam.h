@@ -13,9 +13,8 @@
 //   select()
 //                           takes, of the elements whose index in the tensor is a multiple of 4.
 //   update8<P>(k, g, p, s), update32<P>(k, g, p, s)  one element; p and s are replaced.
-//   direction8<P>(k, g, s), direction32(k, g, s)     LAMB and LARS: the u whose squares sum to the update's
-//   norm, from
-//                           the states before the step.
+//   direction8<P>(k, g, p, s), direction32(k, g, p, s)  LAMB and LARS: the u whose squares sum to the norm that
+//                           the scale is made of, from the states before the step.
 // It is written on lanes L: fma, mul, add, sub, neg, rcp, sqrt, flush (subnormal numbers to zero), is_finite,
 // select, signed_by(magnitude, x) and round_to(dtype, x) come with the lane type (a SIMD register on the CPU, a
 // float on CUDA) and round each operation once.
@@ -32,7 +31,7 @@ struct Adam {
 
   struct Scalars {
     float beta1, beta2, rest1, rest2, correction2, eps, step_size, decay;
-    float inverse1, inverse2;  // 1 / (1 - beta^t), for the direction alone
+    float inverse1, inverse2, added_decay;  // 1 / (1 - beta^t) and LAMB's decay, for the direction alone
   };
 
   template <class M>
@@ -47,8 +46,12 @@ struct Adam {
     k.inverse2 = M::rcp(squared_correction2);
     k.correction2 = M::sqrt(squared_correction2);
     k.eps = h.eps;
+    // LAMB as published multiplies lr by the scale, decay included; update and decay commute by the division.
+    const bool published = (h.flags & BNB_FSDP_PUBLISHED) != 0;
+    k.decay = decay_factor<M>(published ? M::mul(h.lr, scale) : h.lr, h.weight_decay);
     k.step_size = M::mul(M::mul(M::mul(k.correction2, h.lr), -k.inverse1), scale);
-    k.decay = decay_factor<M>(h);
+    if (published) k.step_size = M::mul(k.step_size, M::rcp(k.decay));
+    k.added_decay = published ? h.weight_decay : 0.0f;
     return k;
   }
 
@@ -70,17 +73,17 @@ struct Adam {
   }
 
   template <class P, class L>
-  static BNB_FSDP_HD L direction8(const Scalars& k, L g, const L (&s)[states]) {
+  static BNB_FSDP_HD L direction8(const Scalars& k, L g, L p, const L (&s)[states]) {
     L moments[states] = {s[0], s[1]};
     moments8<P>(k, g, moments);
-    return direction(k, moments[0], moments[1]);
+    return direction(k, p, moments[0], moments[1]);
   }
 
   template <class L>
-  static BNB_FSDP_HD L direction32(const Scalars& k, L g, const L (&s)[states]) {
+  static BNB_FSDP_HD L direction32(const Scalars& k, L g, L p, const L (&s)[states]) {
     L moments[states] = {s[0], s[1]};
     moments32(k, g, moments);
-    return direction(k, moments[0], moments[1]);
+    return direction(k, p, moments[0], moments[1]);
   }
 
  private:
@@ -111,8 +114,9 @@ struct Adam {
   }
 
   template <class L>
-  static BNB_FSDP_HD L direction(const Scalars& k, L m, L v) {
-    return mul(mul(m, L(k.inverse1)), rcp(add(sqrt(mul(v, L(k.inverse2))), L(k.eps))));
+  static BNB_FSDP_HD L direction(const Scalars& k, L p, L m, L v) {
+    const L u = mul(mul(m, L(k.inverse1)), rcp(add(sqrt(mul(v, L(k.inverse2))), L(k.eps))));
+    return k.added_decay > 0.0f ? fma(p, L(k.added_decay), u) : u;
   }
 };
 

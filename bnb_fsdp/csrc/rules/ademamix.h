@@ -29,7 +29,7 @@ struct AdEMAMix {
     k.inverse2 = M::rcp(M::sqrt(M::one_minus_power(h.beta2, step)));
     k.eps = h.eps;
     k.lr = h.lr;
-    k.decay = decay_factor<M>(h);
+    k.decay = decay_factor<M>(h.lr, h.weight_decay);
     return k;
   }
 

@@ -37,8 +37,8 @@ struct same<A, A> {
 
 // 1 - lr * weight_decay, rounded once; 1 without decay. M as in adam.h.
 template <class M>
-BNB_FSDP_HD float decay_factor(const bnb_fsdp_hyper& h) {
-  return h.weight_decay > 0.0f ? M::fma(-h.lr, h.weight_decay, 1.0f) : 1.0f;
+BNB_FSDP_HD float decay_factor(float lr, float weight_decay) {
+  return weight_decay > 0.0f ? M::fma(-lr, weight_decay, 1.0f) : 1.0f;
 }
 
 }  // namespace BNB_FSDP_ISA

@@ -24,7 +24,7 @@ struct Lion {
     k.beta2 = h.beta2;
     k.rest1 = M::sub(1.0f, h.beta1);
     k.rest2 = M::sub(1.0f, h.beta2);
-    k.decay = decay_factor<M>(h);
+    k.decay = decay_factor<M>(h.lr, h.weight_decay);
     k.skip_zeros = (h.flags & BNB_FSDP_SKIP_ZEROS) != 0;
     return k;
   }

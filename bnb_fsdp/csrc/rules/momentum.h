@@ -11,8 +11,9 @@ struct Momentum {
   static constexpr bool skips_zeros(int) { return true; }
 
   struct Scalars {
-    float lr, beta1, weight_decay, scale, scaled_lr;
+    float lr, beta1, weight_decay, scale, scaled_lr, gradient_scale;
     bool first;  // the first step takes the gradient as it is, without looking at the state
+    bool published;
   };
 
   template <class M>
@@ -23,7 +24,13 @@ struct Momentum {
     k.weight_decay = h.weight_decay;
     k.scale = scale;
     k.scaled_lr = M::mul(h.lr, scale);
+    k.gradient_scale = 1.0f;
     k.first = step == 1.0f;
+    k.published = (h.flags & BNB_FSDP_PUBLISHED) != 0;
+    if (k.published) {  // LARS: what enters the momentum has its local learning rate in it
+      k.gradient_scale = k.scaled_lr;
+      k.lr = k.scale = k.scaled_lr = 1.0f;
+    }
     return k;
   }
 
@@ -35,28 +42,33 @@ struct Momentum {
   // Upstream's kernel has no update scale and fuses lr; the scale is multiplied into it.
   template <class P, class L>
   static BNB_FSDP_HD void update8(const Scalars& k, L g, L& p, L (&s)[states]) {
-    s[0] = momentum(k, decayed8(k.weight_decay, g, p), s[0]);
+    s[0] = momentum(k, scaled(k, decayed8(k.weight_decay, g, p)), s[0]);
     p = round_to(P{}, fma(neg(s[0]), L(k.scaled_lr), p));
   }
 
   template <class P, class L>
   static BNB_FSDP_HD void update32(const Scalars& k, L g, L& p, L (&s)[states]) {
-    s[0] = momentum(k, g, s[0]);
+    s[0] = momentum(k, scaled(k, g), s[0]);
     p = round_to(P{}, fma(mul(s[0], L(k.lr)), neg(L(k.scale)), p));
   }
 
   // Weight decay is left out, as upstream.
   template <class P, class L>
-  static BNB_FSDP_HD L direction8(const Scalars& k, L g, const L (&s)[states]) {
-    return momentum(k, g, s[0]);
+  static BNB_FSDP_HD L direction8(const Scalars& k, L g, L p, const L (&s)[states]) {
+    return direction32(k, g, p, s);
   }
 
   template <class L>
-  static BNB_FSDP_HD L direction32(const Scalars& k, L g, const L (&s)[states]) {
-    return momentum(k, g, s[0]);
+  static BNB_FSDP_HD L direction32(const Scalars& k, L g, L, const L (&s)[states]) {
+    return k.published ? flush(g) : momentum(k, g, s[0]);
   }
 
  private:
+  template <class L>
+  static BNB_FSDP_HD L scaled(const Scalars& k, L g) {
+    return k.published ? mul(g, L(k.gradient_scale)) : g;
+  }
+
   template <class L>
   static BNB_FSDP_HD L momentum(const Scalars& k, L g, L s) {
     return k.first ? flush(g) : fma(s, L(k.beta1), g);
