@@ -2,7 +2,7 @@
 # What only a GPU can show: tests, comparison with bitsandbytes, benchmarks, compute-sanitizer. CI has no GPU, so this is
 # run by hand before a release, and its output committed under benchmarks/results.
 #
-#   bash launch/gpu.sh OUTPUT [tests parity kernels steps loop host fsdp2 sanitize]      all of them by default
+#   bash launch/gpu.sh OUTPUT [tests parity kernels steps triton loop host fsdp2 checkpoints sanitize]   default: all
 #
 # Uses the active environment: torch with CUDA, this package (or BNB_FSDP_LIBRARY_PATH and PYTHONPATH), and for the
 # comparisons bitsandbytes, and if they are there torchao, flashoptim, peft, transformers. About 15 minutes on an H200.
@@ -15,7 +15,7 @@ if [ $# -lt 1 ]; then
 fi
 mkdir -p "$1" && output="$(cd "$1" && pwd)" && shift
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests parity kernels steps loop host fsdp2 sanitize)
+[ ${#parts[@]} -gt 0 ] || parts=(tests parity kernels steps triton loop host fsdp2 checkpoints sanitize)
 python="${PYTHON:-python3}"
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
@@ -37,7 +37,7 @@ for name in "${parts[@]}"; do
   case "$name" in
     tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider
            part tests_distributed "$python" -m pytest -q tests_distributed/test_local_shards.py \
-             tests_distributed/test_dtensors.py -p no:cacheprovider ;;
+             tests_distributed/test_dtensors.py tests_distributed/test_trust_sharded.py -p no:cacheprovider ;;
     parity) part bitwise_parity "$python" benchmarks/bitwise_parity.py --json "$output/bitwise_parity.json"
             part bitwise_parity_portable "$python" benchmarks/bitwise_parity.py --kernels portable \
               --json "$output/bitwise_parity_portable.json" ;;
@@ -46,6 +46,8 @@ for name in "${parts[@]}"; do
              lines=20 part "cuda_steps_$dtype" "$python" benchmarks/cuda_steps.py --dtype "$dtype" \
                --json "$output/cuda_steps_$dtype.json"
            done ;;
+    triton) part test_triton "$python" -m pytest -q tests/test_triton.py tests/test_triton_cuda.py -p no:cacheprovider
+            lines=30 part triton_steps "$python" benchmarks/triton_steps.py --json "$output/triton_steps.json" ;;
     loop) lines=20 part peft_loop "$python" benchmarks/peft_loop.py --json "$output/peft_loop.json" ;;
     host) lines=9 part host_time "$python" benchmarks/host_time.py --device cuda --output "$output/host_time_cuda" ;;
     fsdp2) if [ "$gpus" -ge 2 ]; then
@@ -54,6 +56,16 @@ for name in "${parts[@]}"; do
            else
              echo "== fsdp2: needs two GPUs, left out"
            fi ;;
+    checkpoints) # Ranks on as many GPUs as there are, saved at one number and resumed at another.
+      worlds=(1)
+      for count in 2 4; do [ "$gpus" -ge "$count" ] && worlds+=("$count"); done
+      lines=40 part reshard_losses "$python" benchmarks/reshard_losses.py --worlds "${worlds[@]}" \
+        --json "$output/reshard_losses.json"
+      lines=8 part checkpoint_matrix "$python" tests_distributed/checkpoint_matrix.py --json "$output/checkpoint_matrix.json"
+      for count in "${worlds[@]}"; do
+        lines=7 part "checkpoints_$count" "$python" -m torch.distributed.run --nproc_per_node="$count" \
+          benchmarks/checkpoints.py --json "$output/checkpoints_gpus_$count.json"
+      done ;;
     sanitize) # Both builds of the harness: see docs/kernels.md, "Correctness on the device".
       for build in "" "-DBNB_FSDP_EVERY_LANE_ARRIVES"; do
         folder="$output/build$build"
@@ -66,7 +78,7 @@ for name in "${parts[@]}"; do
       done
       part memcheck compute-sanitizer --tool memcheck "$output/build/harness"
       part racecheck compute-sanitizer --tool racecheck "$output/build-DBNB_FSDP_EVERY_LANE_ARRIVES/harness" short ;;
-    *) echo "unknown part $name; choose among tests parity kernels steps loop host fsdp2 sanitize" >&2; exit 2 ;;
+    *) echo "unknown part $name; choose among tests parity kernels steps triton loop host fsdp2 checkpoints sanitize" >&2; exit 2 ;;
   esac
 done
 exit "$status"

@@ -18,7 +18,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -449,6 +454,170 @@ def test_verify_names_a_damaged_file_or_key(
     assert any(all(fragment in line for fragment in fragments) for line in problems), problems
 
 
+def info_of(metadata: Any) -> Any:
+    return next(info for key, info in metadata.storage_data.items() if key.fqn == CODES)
+
+
+def far_away(metadata: Any) -> None:
+    info_of(metadata).offset = 1 << 70
+
+
+def before_the_start(metadata: Any) -> None:
+    info_of(metadata).offset = -5
+
+
+def elsewhere(metadata: Any) -> None:
+    info_of(metadata).relative_path = "../saved/__0_0.distcp"
+
+
+def a_number_as_file(metadata: Any) -> None:
+    info_of(metadata).relative_path = 7
+
+
+def no_size(metadata: Any) -> None:
+    metadata.state_dict_metadata[CODES].size = ("a", None)
+
+
+def no_dtype(metadata: Any) -> None:
+    metadata.state_dict_metadata[CODES].properties.dtype = "uint8"
+
+
+def no_entry(metadata: Any) -> None:
+    metadata.state_dict_metadata[CODES] = 5
+
+
+def far_group(metadata: Any) -> None:
+    metadata.planner_data["optimizer.param_groups.0.lr"] = ("optimizer", "param_groups", 0, 1 << 40, "lr")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [far_away, before_the_start, elsewhere, a_number_as_file, no_size, no_dtype, no_entry, far_group],
+    ids=lambda change: change.__name__,
+)
+def test_a_description_of_nonsense_is_refused_in_one_line(
+    change: Callable[[Any], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "saved", *trained())
+    edit_metadata(change)(path)
+    capsys.readouterr()
+    for action in (["info", path], ["verify", path], ["convert", path, tmp_path / "out", "--to", "torch"]):
+        assert checkpoint(*action) == 1
+        error = capsys.readouterr().err
+        assert ".metadata is damaged: " in error and error.count("\n") == 1
+
+
+def test_a_description_that_takes_all_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bnb_fsdp.checkpoint import files
+
+    def exhausted(*args: Any) -> Any:
+        raise MemoryError
+
+    path = saved(tmp_path / "saved", *trained())
+    monkeypatch.setattr(files._Unpickler, "find_class", exhausted)
+    assert checkpoint("info", path) == 1
+    assert ".metadata is damaged: MemoryError" in capsys.readouterr().err
+
+
+class _ByGetattr:
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return getattr, self.arguments
+
+
+class _Described:
+    """Pickled as TensorProperties of uint8 with this memory format."""
+
+    def __init__(self, memory_format: Any) -> None:
+        self.memory_format = memory_format
+
+    def __reduce__(self) -> Any:
+        return TensorProperties, (), (torch.uint8, torch.strided, False, self.memory_format, False)
+
+
+def test_a_description_by_another_python_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python 3.11.0 to 3.11.3 pickle members of enums as calls of getattr, which else must not be called."""
+    path = saved(tmp_path / "saved", *trained())
+
+    def describe(*arguments: Any) -> None:
+        def change(metadata: Any) -> None:
+            metadata.state_dict_metadata[CODES].properties = _Described(_ByGetattr(*arguments))
+
+        edit_metadata(change)(path)
+        assert b"getattr" in (path / ".metadata").read_bytes()
+
+    describe(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    assert checkpoint("verify", path) == 0
+    describe(TensorProperties, "create_from_tensor")
+    assert checkpoint("verify", path) == 1
+    assert "'create_from_tensor' of something that is no enum" in capsys.readouterr().err
+
+
+def test_verify_stops_where_the_description_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = bnb_fsdp.save_checkpoint(tmp_path / "step-3", *trained())
+    edit_metadata(other_dtype)(path)
+    assert checkpoint("verify", path) == 1
+    problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+    assert len(problems) == 2
+    assert ".metadata" in problems[0] and "nothing else can be checked" in problems[1]
+
+
+def test_verify_misses_the_manifest_of_save_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = bnb_fsdp.save_checkpoint(tmp_path / "step-3", *trained())
+    (path / "bnb_fsdp.json").unlink()
+    assert checkpoint("verify", path) == 1
+    assert "the manifest of bnb_fsdp.save_checkpoint, is missing" in capsys.readouterr().out
+
+
+def test_what_holds_no_state_by_its_manifest_is_shown_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = bnb_fsdp.save_checkpoint(tmp_path / "step-3", *trained())
+    assert checkpoint("convert", path, tmp_path / "for-torch", "--to", "torch") == 0
+    frozen = Model().requires_grad_(False)
+    bnb_fsdp.save_checkpoint(tmp_path / "frozen", frozen, bnb_fsdp.AdamW8bit(frozen.parameters()))
+    for name, owner in (("for-torch", "torch.optim.AdamW"), ("frozen", "AdamW8bit")):
+        capsys.readouterr()
+        assert checkpoint("info", tmp_path / name) == 0
+        assert f"no state of bnb_fsdp: {owner}" in capsys.readouterr().out
+        assert checkpoint("verify", tmp_path / name) == 0
+        assert "parameters with state 0, not finite 0, problems 0" in capsys.readouterr().out
+        for out in ("out", "out.pt"):
+            assert checkpoint("convert", tmp_path / name, tmp_path / out, "--to", "torch") == 1
+            assert "holds no state of a bnb_fsdp optimizer" in capsys.readouterr().err
+        flip(tmp_path / name)
+        assert checkpoint("verify", tmp_path / name) == 1
+
+
+def test_hyperparameters_that_are_alike_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flattened state dict has those of every parameter."""
+    counts = []
+    for number in (4, 40):
+        model = Model({f"p{index}": (10,) for index in range(number)})
+        optimizer = bnb_fsdp.AdamW8bit(model.parameters())
+        gradients(model, 0)
+        optimizer.step()
+        path = saved(tmp_path / f"saved{number}", model, optimizer, flat=True)
+        load, calls = torch.load, []
+        monkeypatch.setattr(
+            torch, "load", lambda *a, load=load, calls=calls, **k: calls.append(1) or load(*a, **k)
+        )
+        assert checkpoint("verify", path) == 0
+        monkeypatch.undo()
+        counts.append(len(calls) - 7 * number)  # the model, step twice, two states; with a margin
+    assert counts[1] <= counts[0]
+
+
 def spoil_phase(state: dict[str, Any]) -> None:
     state["narrow"]["absmax1"]["phase"][7] += 4
 
@@ -641,6 +810,23 @@ def test_other_memory_orders_are_requantised_for_bitsandbytes(
     theirs = torch.load(tmp_path / "torch.pt")["state"][0]["exp_avg"]
     assert theirs.stride() == model.weight.stride()
     assert torch.equal(theirs, oracle(optimizer, model.weight, "state1"))
+
+
+@pytest.mark.parametrize("to", ["bnb_fsdp", "torch", "bitsandbytes"])
+def test_what_is_damaged_gets_no_new_checksums(
+    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = bnb_fsdp.save_checkpoint(tmp_path / "step-3", *trained())
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    info = next(info for key, info in metadata.storage_data.items() if key.fqn == "model.wide")
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[info.offset + info.length // 2] ^= 0x40  # within the values: all else stays readable
+    (path / "__0_0.distcp").write_bytes(data)
+    capsys.readouterr()
+    out = tmp_path / ("out.pt" if to == "bitsandbytes" else "out")
+    assert checkpoint("convert", path, out, "--to", to) == 1
+    assert "__0_0.distcp was changed since it was saved: its checksum differs" in capsys.readouterr().err
+    assert [item.name for item in tmp_path.iterdir()] == ["step-3"]
 
 
 def check_close(found: Tensor, wanted: Tensor, scale: Tensor | float) -> None:

@@ -8,6 +8,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,6 +329,64 @@ def test_an_error_leaves_everything_as_it_was(case: str, stepped: bool) -> None:
     train(target)
     train(kept)
     assert_like(target, kept)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_torch_loses_the_values_of_a_group_without_parameters(place: int) -> None:
+    """Unless it is the last one; where it has none, they stay as they are."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def build(rate: float) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(90, 70), nn.Linear(70, 90))
+        groups: list[dict[str, Any]] = [{"params": layer.parameters(), "lr": rate} for layer in model]
+        groups.insert(place, {"params": [], "lr": 7 * rate})
+        return model, AdamW8bit(groups)
+
+    (model, optimizer), (fresh_model, fresh) = build(0.1), build(0.2)
+    train(optimizer)
+    set_optimizer_state_dict(fresh_model, fresh, get_optimizer_state_dict(model, optimizer))
+    for p, q in zip(model.parameters(), fresh_model.parameters()):
+        assert_same(dict(fresh.state[q]), dict(optimizer.state[p]))
+    rates = [0.1, 0.1]
+    rates.insert(place, 7 * (0.1 if place == 2 else 0.2))
+    assert [group["lr"] for group in fresh.param_groups] == rates
+    assert [set(group) for group in fresh.param_groups] == [set(group) for group in optimizer.param_groups]
+
+
+def test_a_name_of_no_parameter_is_refused() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = nn.Sequential(nn.Linear(90, 70))
+    optimizer = AdamW8bit(model.parameters())
+    train(optimizer)
+    saved: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    before = snapshot(optimizer)
+    saved["state"]["0.wieght"] = saved["state"].pop("0.weight")
+    with pytest.raises(ValueError, match=r"unknown parameter '0\.wieght'"):
+        optimizer.load_state_dict(saved)
+    assert_same(snapshot(optimizer), before)
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    optimizer = AdamW8bit([parameter(5000)], betas=(np.float64(0.5), np.float32(0.25)))
+    optimizer.param_groups[0]["lr"] = np.float64(0.125)
+    torch.save(optimizer.state_dict(), tmp_path / "saved.pt")
+    [group] = torch.load(tmp_path / "saved.pt", weights_only=True)["param_groups"]
+    assert (group["lr"], group["betas"]) == (0.125, (0.5, 0.25))
+    assert {type(value) for value in (group["lr"], *group["betas"])} == {float}
+
+
+def test_a_step_with_gradients_counts_at_a_learning_rate_of_zero() -> None:
+    """torchtitan asks for state by ``step(closure=None)`` at a rate of 0, with gradients of zeros."""
+    for value, steps in ((0.0, 0), (1.0, 1), (math.nan, 1)):
+        p = parameter(5000)
+        optimizer = AdamW8bit([p], lr=0.0)
+        p.grad = torch.zeros_like(p)
+        p.grad[7] = value
+        optimizer.step(closure=None)
+        assert optimizer.state[p]["step"] == steps
 
 
 @pytest.mark.parametrize("overrides", [None, {"1.weight": {"optim_bits": 32}}], ids=["none", "one"])

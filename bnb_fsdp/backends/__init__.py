@@ -12,7 +12,7 @@ from .torch_backend import TorchBackend
 
 __all__ = ["NAMES", "Backend", "Bucket", "BucketKey", "Slot", "check_name", "forked", "select"]
 
-NAMES = ("auto", "cpu", "cuda", "torch")
+NAMES = ("auto", "cpu", "cuda", "torch", "triton")
 ENVIRONMENT_VARIABLE = "BNB_FSDP_BACKEND"
 
 _said: set[str] = set()
@@ -45,27 +45,51 @@ def _warn_once(message: str) -> None:
 def select(device: torch.device, requested: str) -> Backend:
     """The backend for tensors on ``device``.
 
-    "auto": the native library of the device type, else torch with one warning. A backend asked for by name
-    that cannot run there raises RuntimeError.
+    "auto" takes the first that can run: on the CPU the native library, else torch; on an NVIDIA GPU the native library,
+    else Triton, else torch; on AMD (ROCm's torch, whose devices are called cuda) and Intel GPUs Triton, else torch; on
+    other devices torch. What should have been there and is not is said in one warning. A backend asked for by name
+    that cannot run there raises RuntimeError; "triton" runs CPU tensors with TRITON_INTERPRET=1 only.
     """
     if requested == "torch":
         return TorchBackend()
+    if requested == "triton":
+        try:
+            return _triton(device)
+        except RuntimeError as error:
+            raise RuntimeError(f"backend='triton' was asked for, but {error}") from error
     native = device.type if device.type in ("cpu", "cuda") else None
     if requested not in ("auto", native):
         raise RuntimeError(
             f"backend={requested!r} cannot update a tensor on {device}; use backend='auto' or 'torch', "
             "or unset BNB_FSDP_BACKEND."
         )
-    try:
-        if native is not None:
+    reasons = []
+    if native is not None and (requested == native or torch.version.hip is None):
+        try:
             return _native(device)
-        reason = f"there are no native kernels for {device.type} tensors."
-    except RuntimeError as error:  # LibraryError is one
-        if requested == native:
-            raise RuntimeError(f"backend={requested!r} was asked for, but {error}") from error
-        reason = str(error)
+        except RuntimeError as error:  # LibraryError is one
+            if requested == native:
+                raise RuntimeError(f"backend={requested!r} was asked for, but {error}") from error
+            reasons.append(str(error))
+    if device.type in ("cuda", "xpu"):
+        try:
+            backend = _triton(device)
+        except RuntimeError as error:
+            reasons.append(str(error))
+        else:
+            if reasons:
+                _warn_once(f"bnb_fsdp takes its Triton kernels for {device.type} tensors: {reasons[0]}")
+            return backend
+    reason = " And: ".join(reasons) or f"there are no native kernels for {device.type} tensors."
     _warn_once(f"bnb_fsdp falls back to its slow torch backend for {device.type} tensors: {reason}")
     return TorchBackend()
+
+
+def _triton(device: torch.device) -> Backend:
+    """The Triton backend, if it can run on ``device``."""
+    from .triton_backend import TritonBackend
+
+    return TritonBackend(device)
 
 
 def _native(device: torch.device) -> Backend:

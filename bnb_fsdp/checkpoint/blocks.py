@@ -168,5 +168,5 @@ def dequantize(
         flat = torch.arange(start, min(codes.numel(), start + chunk), device=codes.device)
         part = codes[start : start + chunk]
         scales = scales_of(flat, by_row, phase, width, pieces)
-        result[start : start + chunk] = table[part.long()] * scales
+        result[start : start + chunk] = table.index_select(0, part.int()) * scales
     return result

@@ -18,7 +18,16 @@ from torch import Tensor
 from ..codebook import BLOCK_SIZE
 from . import manifest
 from .convert import Split, Summary, convert
-from .files import Files, Found, hyperparameters, inconsistent, missing_bytes, read_step, unreadable
+from .files import (
+    METADATA,
+    Files,
+    Found,
+    hyperparameters,
+    inconsistent,
+    missing_bytes,
+    read_step,
+    unreadable,
+)
 from .manifest import CheckpointError
 
 _HELP = """\
@@ -36,8 +45,9 @@ flipped bits can show only where they make something unreadable or contradictory
 names is there and long enough, every value readable, every tensor complete and of the dtype named, and codes, scales,
 phases and steps agree with one another.
 
-.metadata is a pickle, which torch executes when it loads the checkpoint: verify a checkpoint from elsewhere before you
-load it. This command itself reads it, and all else, without executing anything.
+.metadata is a pickle, which torch.distributed.checkpoint executes when it loads a checkpoint: verify one from elsewhere
+before you give it to dcp.load. This command, as bnb_fsdp.load_checkpoint, reads it, and all else, without executing
+anything.
 
 Exit status: 0 if all is fine, 1 if there is a problem.
 """
@@ -143,6 +153,7 @@ class Progress:
         if self._shown and self._terminal:
             self._show(time.monotonic())
             print(file=sys.stderr)
+        self._shown = False
 
     def _show(self, now: float) -> None:
         share = self._done / self._total
@@ -261,6 +272,8 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
     else:
         yield "  manifest      none: class, versions, ranks and mesh are not known"
     yield f"  other tensors {report['other_tensors']}, {_size(report['other_bytes'])}"
+    if not report["optimizers"]:
+        yield f"  optimizer     no state of bnb_fsdp: {report['class']}"
     for one in report["optimizers"]:
         name = report["class"] or one["algorithm"]
         yield ""
@@ -299,6 +312,10 @@ def _verify(directory: Path) -> int:
     checked = 0
     if (directory / manifest.FILE).is_file():
         checked = _checksums(directory, problems)
+        if any(METADATA in problem for problem in problems):
+            return _verdict([*problems, f"without a sound {METADATA}, nothing else can be checked."], counts)
+    elif manifest.lost_manifest(directory):
+        problems.append(f"{directory / manifest.FILE}, the manifest of bnb_fsdp.save_checkpoint, is missing.")
     else:
         print(
             f"no {manifest.FILE} in {directory}: there are no checksums, so that flipped bits need not show"
@@ -344,10 +361,8 @@ def _checksums(directory: Path, problems: list[str]) -> int:
     described = manifest.read(directory)
     progress = Progress("checksums", sum(entry["bytes"] for entry in described.files.values()))
     for name in sorted(described.files):
-        problems += [
-            f"{text}." for text in manifest.problems(directory, described.files, [name], contents=True)
-        ]
-        progress(described.files[name]["bytes"])
+        found = manifest.problems(directory, described.files, [name], True, progress)
+        problems += [f"{text}." for text in found]
     progress.close()
     for path in sorted(directory.iterdir()):
         if path.name not in described.files and path.name != manifest.FILE:
@@ -386,8 +401,10 @@ def _verdict(problems: list[str], counts: dict[str, int]) -> int:
 def _convert(directory: Path, out: Path, to: str, splits: list[Split]) -> int:
     bars: list[Progress] = []
 
-    def start(total: int) -> Progress:
-        bars.append(Progress(f"converting {directory.name}", total))
+    def start(what: str, total: int) -> Progress:
+        for bar in bars:
+            bar.close()
+        bars.append(Progress(f"{what} {directory.name}", total))
         return bars[-1]
 
     try:

@@ -58,66 +58,11 @@ from .files import (
 )
 from .layout import Cut, Layout, layout_of
 from .manifest import CheckpointError
+from .packages import BITSANDBYTES, FIRST_BETA, OWN_KEYS, TORCH, WRAPPED, Other, kind_of
 
 _CHUNK = 1 << 18  # elements; a multiple of the block size
 Report = Callable[[int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Other:
-    """The class of another package that continues a run: names of its states, and its groups' keys with defaults."""
-
-    name: str
-    states: dict[str, str]
-    has_step: bool
-    keys: dict[str, Any]
-
-
-_SWITCHES: dict[str, Any] = {"maximize": False, "foreach": None, "differentiable": False}
-TORCH = {
-    "adam": Other(
-        "torch.optim.AdamW",
-        {"state1": "exp_avg", "state2": "exp_avg_sq"},
-        True,
-        {"amsgrad": False, **_SWITCHES, "capturable": False, "fused": None, "decoupled_weight_decay": True},
-    ),
-    "momentum": Other(
-        "torch.optim.SGD",
-        {"state1": "momentum_buffer"},
-        False,
-        {"dampening": 0.0, "nesterov": False, **_SWITCHES, "fused": None},
-    ),
-    "rmsprop": Other(
-        "torch.optim.RMSprop",
-        {"state1": "square_avg"},
-        True,
-        {"momentum": 0.0, "centered": False, **_SWITCHES, "capturable": False},
-    ),
-    "adagrad": Other(
-        "torch.optim.Adagrad",
-        {"state1": "sum"},
-        True,
-        {"lr_decay": 0.0, "initial_accumulator_value": 0.0, **_SWITCHES, "fused": None},
-    ),
-    "lion": Other("lion_pytorch.Lion", {"state1": "exp_avg"}, False, {}),
-}
-"""torch.optim has no Lion; the class that its authors' formulas fit is in the package lion-pytorch."""
-
-_BOTH = {"state1": "state1", "state2": "state2"}
-BITSANDBYTES = {
-    "adam": Other(
-        "bitsandbytes.optim.AdamW8bit", _BOTH, True, {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
-    ),
-    "momentum": Other("bitsandbytes.optim.SGD8bit", _BOTH, True, {"eps": 0.0}),
-    "rmsprop": Other("bitsandbytes.optim.RMSprop8bit", _BOTH, True, {}),
-    "adagrad": Other("bitsandbytes.optim.Adagrad8bit", _BOTH, True, {"betas": (0.0, 0.0)}),
-    "lion": Other("bitsandbytes.optim.Lion8bit", _BOTH, True, {"eps": 0.0}),
-}
-_FIRST_BETA = {"momentum": "momentum", "rmsprop": "alpha"}
-"""The hyperparameter that bitsandbytes keeps as the first of ``betas``."""
-
-_OWN_KEYS = ("optim_bits", "min_8bit_size", "overrides", "capturable", "format")
-_WRAPPED = "__bnb_optimizer_quant_state__"
+Start = Callable[[str, int], Report]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +84,9 @@ class Summary:
     bytes: int = 0
 
 
-def convert(files: Files, out: Path, to: str, splits: list[Split], start: Callable[[int], Report]) -> Summary:
+def convert(files: Files, out: Path, to: str, splits: list[Split], start: Start) -> Summary:
     """Write ``files`` as ``to`` (``torch``, ``bitsandbytes`` or ``bnb_fsdp``) to ``out``, which appears complete or not
-    at all. ``start`` is told the bytes that will be written, and gives the function to tell of progress.
+    at all. ``start`` is told what begins and its number of bytes, and gives the function to tell of progress.
 
     Raises CheckpointError if that is impossible or the checkpoint is damaged.
     """
@@ -156,26 +101,40 @@ def convert(files: Files, out: Path, to: str, splits: list[Split], start: Callab
         raise CheckpointError(f"{out}: a checkpoint of bnb_fsdp is a directory; give a name without .pt.")
     others = {"torch": TORCH, "bitsandbytes": BITSANDBYTES}.get(to, {})
     for found in files.optimizers:
-        if to != "bnb_fsdp" and found.rule.name not in others:
-            raise CheckpointError(f"{found.label}: {to} has no counterpart of {found.rule.name!r} state.")
-    _check_source(files)
+        if to != "bnb_fsdp" and _kind(found) not in others:
+            raise CheckpointError(f"{found.label}: {to} has no counterpart of {_kind(found)!r} state.")
+        if to != "bnb_fsdp" and _kind(found) in ("lamb", "lars"):
+            for group in found.groups:
+                if hyperparameters(files, group).get("trust_ratio") == "published":
+                    raise CheckpointError(f"{found.label}: {to} does not have trust_ratio='published'.")
+    if not files.optimizers:
+        raise CheckpointError(files.no_state())
+    _check_source(files, start)
     if as_file and len(files.optimizers) > 1:
         labels = ", ".join(found.label for found in files.optimizers)
         raise CheckpointError(
             f"{files.path} holds {len(files.optimizers)} optimizers ({labels}), {out} can take one."
         )
-    with _staged(out) as staging:
+    with _staged(out, as_file) as staging:
         if as_file:
             [found] = files.optimizers
-            return _to_file(files, found, others[found.rule.name], to == "bitsandbytes", staging, start)
-        staging.mkdir()
+            return _to_file(files, found, others[_kind(found)], to == "bitsandbytes", staging, start)
         return _to_directory(files, to, splits, staging, start)
 
 
+def _kind(found: Found) -> str:
+    """The algorithm; LAMB and LARS are told from Adam and SGD by their groups."""
+    keys = {path[0] for group in found.groups for path in group.keys.values()}
+    return kind_of(found.rule.name, keys)
+
+
 @contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """A name beside ``out`` that is renamed in the end, or removed with all below it."""
+def _staged(out: Path, as_file: bool) -> Iterator[Path]:
+    """A directory or the name of a file beside ``out`` that is renamed in the end, or removed with all below it."""
     staging = out.absolute().parent / f".{out.name}{manifest.PARTIAL}{secrets.token_hex(4)}"
+    lock = None
+    if not as_file:
+        staging, lock = manifest.staging(out.absolute())
     try:
         yield staging
         for path in (staging, *staging.glob("*")) if staging.is_dir() else (staging,):
@@ -189,12 +148,17 @@ def _staged(out: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
         else:
             staging.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
 
 
-def _check_source(files: Files) -> None:
+def _check_source(files: Files, start: Start) -> None:
+    """What is damaged must not get new checksums."""
     problems: list[str] = []
     if files.manifest is not None:
-        problems += manifest.problems(files.path, files.manifest.files, files.manifest.files, False)
+        told = files.manifest.files
+        report = start("verifying", sum(entry["bytes"] for entry in told.values()))
+        problems += manifest.problems(files.path, told, told, True, report)
     for found in files.optimizers:
         for parameter in found.parameters.values():
             problems += wrong_tensors(files, found, parameter)
@@ -207,7 +171,7 @@ def _check_source(files: Files) -> None:
 
 
 @dataclasses.dataclass
-class _Stored:
+class Stored:
     """The 8-bit state of one parameter as it was saved; ``codes`` in memory order, flat."""
 
     codes: Tensor
@@ -219,7 +183,7 @@ class _Stored:
 
 def _read(
     files: Files, rule: Rule, parameter: Parameter, key: str, order: tuple[int, ...] | None = None
-) -> _Stored:
+) -> Stored:
     """``order``: dimensions from slowest to fastest that ``codes`` are in; None for that of the parameter."""
     layout = parameter.layout
     assert layout is not None
@@ -229,7 +193,7 @@ def _read(
         phase = files.read(names[state.absmax_key(rule.states[0])][layout.phase_name])
     scales = files.read(names[state.absmax_key(key)][layout.name])
     codes = files.read(names[key][states.codes_name(rule)]).permute(order or layout.order).reshape(-1)
-    return _Stored(codes, layout, scales, phase, rule.signed[rule.states.index(key)])
+    return Stored(codes, layout, scales, phase, rule.signed[rule.states.index(key)])
 
 
 def _in_memory(shape: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
@@ -247,7 +211,7 @@ def _blocks_in_order(layout: Layout, scales: Tensor) -> Tensor:
     return scales.permute(layout.order).reshape(-1)
 
 
-def _scale_of_each(stored: _Stored, start: int, stop: int) -> Tensor:
+def _scale_of_each(stored: Stored, start: int, stop: int) -> Tensor:
     """Scale (float32, flat, in memory order) of each element of the rows from ``start`` to ``stop``."""
     layout = stored.layout
     if layout.grid:
@@ -282,18 +246,21 @@ def _row_chunks(layout: Layout) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, layout.rows)
 
 
-def values(stored: _Stored) -> Tensor:
+def values(stored: Stored) -> Tensor:
     """Values (float32, flat, in memory order) of an 8-bit state."""
     layout, codes = stored.layout, stored.codes
     result = torch.empty(codes.numel(), dtype=torch.float32)
     table = codebook.values(stored.signed, codes.device)
     for start, stop in _row_chunks(layout):
         some = slice(start * layout.width, stop * layout.width)
-        torch.mul(table[codes[some].long()], _scale_of_each(stored, start, stop), out=result[some])
+        # Not table[...]: that takes threads for a few elements already.
+        torch.mul(
+            table.index_select(0, codes[some].int()), _scale_of_each(stored, start, stop), out=result[some]
+        )
     return result.add_(0.0)  # the code of zeros that were never stepped is a negative one: no -0.0
 
 
-def moved(stored: _Stored, target: Layout) -> tuple[list[Tensor], int]:
+def moved(stored: Stored, target: Layout) -> tuple[list[Tensor], int]:
     """Scales of the blocks that ``target`` has, for each of its pieces, and how many blocks were requantised.
 
     ``stored.codes``, in the memory order of ``target``, are changed in place where the elements of a block had several
@@ -311,7 +278,7 @@ def moved(stored: _Stored, target: Layout) -> tuple[list[Tensor], int]:
     for start, stop in _row_chunks(source):
         scales[start * source.width : stop * source.width] = _scale_of_each(stored, start, stop)
     if source.order != target.order:
-        scales = _unordered(scales, source.shape, source.order).permute(target.order).reshape(-1)
+        scales = unordered(scales, source.shape, source.order).permute(target.order).reshape(-1)
     sizes = _in_memory(target.shape, target.order)
     result, total = [], 0
     for shape, offset in boxes:
@@ -349,7 +316,7 @@ def _requantized(codes: Tensor, scales: Tensor, signed: bool) -> tuple[Tensor, i
     return absmax, total
 
 
-def _has_own_phases(stored: _Stored) -> bool:
+def _has_own_phases(stored: Stored) -> bool:
     """Whether every row starts where it does in a parameter that is not sharded."""
     if stored.phase is None:
         return True
@@ -357,7 +324,7 @@ def _has_own_phases(stored: _Stored) -> bool:
     return torch.equal(stored.phase[:, 0], own)
 
 
-def _unordered(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+def unordered(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
     """The tensor of this shape whose elements in memory order are ``flat``."""
     return flat.view(_in_memory(shape, order)).permute([order.index(dim) for dim in range(len(shape))])
 
@@ -386,11 +353,11 @@ def _other_group(
     files: Files, found: Found, group: Group, other: Other, is_bitsandbytes: bool
 ) -> dict[str, Any]:
     given = hyperparameters(files, group)
-    kept = {key: value for key, value in given.items() if key not in _OWN_KEYS or key in other.keys}
+    kept = {key: value for key, value in given.items() if key not in OWN_KEYS or key in other.keys}
     if is_bitsandbytes:
         kept["lr"] = float(kept["lr"])
-        if found.rule.name in _FIRST_BETA:
-            kept["betas"] = (kept.pop(_FIRST_BETA[found.rule.name]), 0.0)
+        if _kind(found) in FIRST_BETA:
+            kept["betas"] = (kept.pop(FIRST_BETA[_kind(found)]), 0.0)
     return {**other.keys, **kept}
 
 
@@ -465,11 +432,9 @@ class _Directory:
         self._file.close()
 
 
-def _to_directory(
-    files: Files, to: str, splits: list[Split], folder: Path, start: Callable[[int], Report]
-) -> Summary:
+def _to_directory(files: Files, to: str, splits: list[Split], folder: Path, start: Start) -> Summary:
     targets = _targets(files, splits) if to == "bnb_fsdp" else {}
-    report = start(_directory_bytes(files, to))
+    report = start("converting", _directory_bytes(files, to))
     summary = Summary({})
     writer = _Directory(folder, files, report)
     try:
@@ -482,7 +447,7 @@ def _to_directory(
             writer.copy(key)
         for index, found in enumerate(files.optimizers):
             if to == "torch":
-                summary.classes[found.label] = TORCH[found.rule.name].name
+                summary.classes[found.label] = TORCH[_kind(found)].name
                 _add_torch(files, found, writer, summary)
             else:
                 summary.classes[found.label] = f"bnb_fsdp, {found.rule.name}"
@@ -549,12 +514,12 @@ def _changed(found: Found, to: str, targets: dict[tuple[int, str], Layout], inde
         if to == "torch" or (index, name) in targets:
             for names in parameter.keys.values():
                 yield from names.values()
-        if to == "torch" and not TORCH[found.rule.name].has_step and parameter.step:
+        if to == "torch" and not TORCH[_kind(found)].has_step and parameter.step:
             yield parameter.step
     if to == "torch":
         for _, group in _written_groups(found):
             for key, path in group.keys.items():
-                if path[0] in _OWN_KEYS and path[0] not in TORCH[found.rule.name].keys:
+                if path[0] in OWN_KEYS and path[0] not in TORCH[_kind(found)].keys:
                     yield key
 
 
@@ -566,7 +531,7 @@ def _written_groups(found: Found) -> Iterable[tuple[Any, Group]]:
 
 
 def _add_torch(files: Files, found: Found, writer: _Directory, summary: Summary) -> None:
-    other = TORCH[found.rule.name]
+    other = TORCH[_kind(found)]
     for owner, group in _written_groups(found):
         given = {path[0] for path in group.keys.values()}
         for name, value in other.keys.items():
@@ -585,7 +550,7 @@ def _torch_state(files: Files, found: Found, parameter: Parameter, key: str) -> 
         value: Tensor = files.read(parameter.keys[key][states.float_name(found.rule)])
         return value
     flat = values(_read(files, found.rule, parameter, key))
-    return _unordered(flat, parameter.shape, parameter.layout.order)
+    return unordered(flat, parameter.shape, parameter.layout.order)
 
 
 def _add_moved(
@@ -597,7 +562,7 @@ def _add_moved(
         absmax, count = moved(stored, target)
         summary.blocks += sum(map(len, absmax))
         summary.requantized += count
-        codes = _unordered(stored.codes, parameter.shape, target.order)
+        codes = unordered(stored.codes, parameter.shape, target.order)
         scales = _by_row(target, absmax)
         below = ("state", parameter.name)
         writer.tensor(*found.key(*below, key, states.codes_name(rule)), codes)
@@ -616,7 +581,7 @@ def _add_manifest(files: Files, to: str, folder: Path) -> None:
     assert source is not None
     optimizer = dict(source.optimizer)
     if to == "torch":
-        name = TORCH[files.optimizers[0].rule.name].name
+        name = TORCH[_kind(files.optimizers[0])].name
         optimizer |= {"class": name, "algorithm": name, "state_version": 0, "block_size": 0}
     bits = {"bits": 32} if to == "torch" else {}
     whole = {"mesh": None, "placements": None}
@@ -651,7 +616,7 @@ class _Later:
 
     def empty(self) -> Tensor:
         """A tensor of this description without values."""
-        return _unordered(torch.empty(math.prod(self.shape), dtype=self.dtype), self.shape, self.order)
+        return unordered(torch.empty(math.prod(self.shape), dtype=self.dtype), self.shape, self.order)
 
 
 def _plain(value: Tensor) -> _Later:
@@ -665,7 +630,7 @@ def _to_file(
     other: Other,
     is_bitsandbytes: bool,
     path: Path,
-    start: Callable[[int], Report],
+    start: Start,
 ) -> Summary:
     numbers: dict[str, int] = {}
     groups = []
@@ -725,35 +690,60 @@ def _bitsandbytes_entry(
     rule, shape = found.rule, parameter.shape
     order = tuple(range(len(shape)))
     flat = Layout(shape, order, False, ())
-    for number, (key, signed) in enumerate(zip(rule.states, rule.signed), start=1):
-        if parameter.layout is None:
+    is_stacked = rule.name == "ademamix"
+    # See `export`: upstream's kernel reads the scales of AdEMAMix' slow average at another place.
+    as_floats = parameter.layout is None or (is_stacked and parameter.numel % BLOCK_SIZE != 0)
+    blocks_of_one = state.blocks(parameter.numel)
+    sources: list[tuple[str, ...]] = [("state1", "state3"), ("state2",)]
+    if not is_stacked:
+        sources = [(key,) for key in rule.states]
+    for number, keys in enumerate(sources, start=1):
+        key, stack = keys[0], ((len(keys),) if len(keys) > 1 else ())
+        sizes, dims = (*stack, *shape), tuple(range(len(stack) + len(shape)))
+        if as_floats:
             wrapped[key] = _Later(
                 torch.float32,
-                shape,
-                order,
-                lambda key=key: _torch_state(files, found, parameter, key).reshape(-1),  # type: ignore[misc]
+                sizes,
+                dims,
+                lambda keys=keys: _joined(  # type: ignore[misc]
+                    [_torch_state(files, found, parameter, key).reshape(-1) for key in keys]
+                ),
             )
             continue
         scales: list[Tensor] = []
 
-        def codes(key: str = key, scales: list[Tensor] = scales) -> Tensor:
-            stored = _read(files, rule, parameter, key, order)
-            absmax, count = moved(stored, flat)
-            scales[:] = absmax
-            summary.blocks += len(absmax[0])
-            summary.requantized += count
-            return stored.codes
+        def codes(keys: tuple[str, ...] = keys, scales: list[Tensor] = scales) -> Tensor:
+            result = []
+            for key in keys:
+                stored = _read(files, rule, parameter, key, order)
+                absmax, count = moved(stored, flat)
+                scales.extend(absmax)
+                summary.blocks += len(absmax[0])
+                summary.requantized += count
+                result.append(stored.codes)
+            return _joined(result)
 
-        wrapped[key] = _Later(torch.uint8, shape, order, codes)
-        wrapped[f"qmap{number}"] = maps[signed]
+        def absmax(scales: list[Tensor] = scales) -> Tensor:
+            result = _joined(scales)
+            scales.clear()
+            return result
+
+        wrapped[key] = _Later(torch.uint8, sizes, dims, codes)
+        wrapped[f"qmap{number}"] = maps[rule.signed[rule.states.index(key)]]
         # Asked for after the codes, which come with it.
         wrapped[state.absmax_key(key)] = _Later(
-            torch.float32, (state.blocks(parameter.numel),), (0,), scales.pop
+            torch.float32, (*stack, blocks_of_one), tuple(range(len(stack) + 1)), absmax
         )
-    return {"step": int(read_step(files, parameter)), _WRAPPED: wrapped}
+    if _kind(found) in ("lamb", "lars"):
+        wrapped["unorm_vec"] = _plain(torch.zeros(1))
+    return {"step": int(read_step(files, parameter)), WRAPPED: wrapped}
 
 
-def _save(tree: Any, path: Path, start: Callable[[int], Report]) -> None:
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _save(tree: Any, path: Path, start: Start) -> None:
     """As torch.save of ``tree``, whose `_Later` tensors are made one at a time while the file is written."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -776,7 +766,7 @@ def _save(tree: Any, path: Path, start: Callable[[int], Report]) -> None:
         warnings.simplefilter("ignore")
         places = torch.load(path, weights_only=True)
     pairs = list(_pairs(tree, places))
-    report = start(sum(math.prod(later.shape) * later.dtype.itemsize for later, _ in pairs))
+    report = start("converting", sum(math.prod(later.shape) * later.dtype.itemsize for later, _ in pairs))
     checksums: dict[int, int] = {}
     with path.open("r+b") as file:
         for later, place in pairs:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -34,6 +35,7 @@ from ..codebook import BLOCK_SIZE
 from ..rules import Rule
 from . import manifest as manifests
 from . import state_dict as states
+from .files import Files, Planner, Reader, parameter_groups, plainly_loaded, reason
 from .layout import Layout, parse
 from .manifest import CheckpointError, Manifest
 from .regrid import regrid
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from ..optim.base import BlockwiseOptimizer
 
 T = TypeVar("T")
+_PART = 1 << 22  # elements
 
 
 def save_checkpoint(
@@ -64,39 +67,50 @@ def save_checkpoint(
         extra: each rank's own additions (epoch, learning rate schedule, random state): what
             ``torch.load(weights_only=True)`` can read.
         frozen: False leaves out parameters that do not require gradients (the base model under LoRA).
-        keep: keep only this many newest complete checkpoints of the same folder, this one included; what interrupted
-            saves left there is removed too. None removes nothing.
+        keep: keep only this many newest complete checkpoints of the same folder, this one included (a converted copy
+            goes with what it was made from); what interrupted saves left there is removed too. What cannot be
+            removed is logged as a warning. None removes nothing.
         process_group: ranks that take part; None for all, or for one process without torch.distributed.
         progress: show progress of a long save on the first rank's stderr; None if that is a terminal.
 
     Returns:
-        The directory.
+        The directory, as the first rank has it: relative names are relative to that rank's working directory.
 
     Raises:
-        ValueError: a bad argument.
-        CheckpointError: the directory exists, or a rank could not write; on every rank alike, and nothing is left.
+        ValueError: a bad argument on any rank; on every rank alike, as all that follows.
+        CheckpointError: the directory exists, a rank could not write, something could not be loaded again, or a plain
+            parameter or its state differs between ranks, of which only one can be saved. Nothing is left.
     """
     group = _Group(process_group)
-    path = Path(os.path.abspath(directory))
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep={keep!r} must be None or an integer >= 1 (checkpoints).")
-    if extra is not None and not isinstance(extra, dict):
-        raise ValueError(f"extra must be a dict, got {type(extra).__name__}.")
-    _check_optimizer(optimizer)
+
+    def check() -> None:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep={keep!r} must be None or an integer >= 1 (checkpoints).")
+        if extra is not None and not isinstance(extra, dict):
+            raise ValueError(f"extra must be a dict, got {type(extra).__name__}.")
+        _check(model, optimizer)
+
+    group.all_do("save_checkpoint", check, ValueError)
+    group.agree(keep=keep, frozen=frozen)
+    path = Path(group.gather(os.path.abspath(directory))[0])
 
     def collect() -> tuple[dict[str, Any], Manifest]:
         values = _state_dict(model, optimizer, frozen)
+        _check_loadable(optimizer, values)
         return values, _describe(model, optimizer, values, frozen, group.size)
 
     values, manifest = group.all_do("collecting state", collect)
-    staging, manifest.sequence = group.first_does(f"creating {path}", lambda: _begin(path))
+    if group.size > 1:
+        _raise_if(_differing(group.gather(_checksums(model, values))))
+    locks: list[int | None] = []  # on the first rank
+    staging, manifest.sequence = group.first_does(f"creating {path}", lambda: _begin(path, locks))
     folder = Path(staging)
     try:
         shown = _Progress(
             f"saving {path.name}", _bytes(values), lambda: _size(folder), group.rank == 0, progress
         )
         with shown:
-            with _translated(f"saving {path}"):
+            with _translated(f"saving {path}", group.rank):
                 writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
                 dcp_save(values, storage_writer=writer, process_group=process_group, no_dist=group.alone)
             own = group.all_do(f"finishing {path}", lambda: _finish(folder, group.rank, extra or {}))
@@ -107,8 +121,12 @@ def save_checkpoint(
         if group.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        for lock in locks:
+            if lock is not None:
+                os.close(lock)
     if keep is not None:
-        group.first_does(f"removing old checkpoints of {path.parent}", lambda: _prune(path, keep))
+        group.first_does(f"removing old checkpoints of {path.parent}", lambda: _prune(path.parent, keep))
     return path
 
 
@@ -123,11 +141,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` saved, at any number of ranks and cut along any dimensions. Call it on every rank.
 
-    Manifest, checksums, coverage, shapes, dtypes, algorithm, bits and groups are checked before anything is changed.
+    Manifest, checksums, coverage, shapes, dtypes, algorithm, bits, groups and hyperparameters are checked before
+    anything is changed, and whether the model takes its state dict. Nothing in the checkpoint is executed.
     ``optimizer.load_report`` counts the blocks that had to be requantised.
 
     Args:
-        directory: a checkpoint, or a folder of checkpoints, of which the newest complete one is taken.
+        directory: a checkpoint, or a folder of checkpoints, of which the newest is taken; an error if it is damaged.
         model: the model, built and sharded as for training.
         optimizer: a fresh or used optimizer of this package over its parameters, with the groups that were saved.
         verify: False skips reading all files for their checksums; sizes are compared all the same.
@@ -138,58 +157,73 @@ def load_checkpoint(
         ``extra`` of this rank, or of the first one if another number of ranks saved.
 
     Raises:
-        CheckpointError: no complete checkpoint, a damaged file, or one that does not fit; on every rank alike.
+        ValueError: a bad argument on any rank; on every rank alike, as all that follows.
+        CheckpointError: no complete checkpoint, a damaged file, or one that does not fit. Model and optimizer are as
+            they were, unless the text says that they may have been partly overwritten: values that cannot be read
+            though sizes (or, with ``verify``, checksums) are right show only then.
     """
     group = _Group(process_group)
-    _check_optimizer(optimizer)
+    group.all_do("load_checkpoint", lambda: _check(model, optimizer), ValueError)
     found, manifest = group.first_does(
         f"opening {directory}", lambda: _find(Path(os.path.abspath(directory)))
     )
     path = Path(found)
     names = sorted(manifest.files)[group.rank :: group.size]
-    done = [0]
+    done: list[int] = []
     total = sum(manifest.files[name]["bytes"] for name in names)
-    with _Progress(f"verifying {path.name}", total, lambda: done[0], group.rank == 0 and verify, progress):
+    with _Progress(f"verifying {path.name}", total, lambda: sum(done), group.rank == 0 and verify, progress):
         group.all_do(
             f"verifying {path}",
-            lambda: _raise_if(manifests.problems(path, manifest.files, names, verify, done)),
+            lambda: _raise_if(manifests.problems(path, manifest.files, names, verify, done.append)),
         )
+    options = StateDictOptions(ignore_frozen_params=not manifest.frozen, strict=manifest.frozen)
+    made: list[Tensor] = []
 
     def prepare() -> tuple[dict[str, Any], list[_Foreign], dict[str, Any]]:
         values = _state_dict(model, optimizer, manifest.frozen)
+        made.extend(_make_frozen(optimizer, values, manifest))
+        if made:
+            values = _state_dict(model, optimizer, manifest.frozen)
         _raise_if(_misfits(path, manifest, _describe(model, optimizer, values, manifest.frozen, group.size)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            metadata = FileSystemReader(path).read_metadata()
+        with Files(path) as files:
+            values["optimizer"]["param_groups"] = parameter_groups(files, ("optimizer",))
+            metadata = files.metadata
+        _check_groups(optimizer, values)
         foreign = _adapt(optimizer, values, metadata)
         _raise_if(_uncovered(path, values, metadata))
+        set_model_state_dict(
+            model, dict(values["model"]), options=options
+        )  # its own values: does it take them?
         return values, foreign, _read_extra(path, group.rank, group.size == manifest.world_size)
 
-    values, foreign, extra = group.all_do(f"checking {path}", prepare)
-    with _translated(f"loading {path}"):
-        dcp_load(
-            values,
-            storage_reader=FileSystemReader(path),
-            process_group=process_group,
-            no_dist=group.alone,
-        )
+    try:
+        values, foreign, extra = group.all_do(f"checking {path}", prepare)
+    except CheckpointError:
+        for parameter in made:
+            del optimizer.state[parameter]
+        raise
 
     def assign() -> None:
         moved = sum(_convert(optimizer, values, one) for one in foreign)
-        options = StateDictOptions(ignore_frozen_params=not manifest.frozen, strict=manifest.frozen)
         with states.without_warning():
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=values["model"],
-                optim_state_dict=values["optimizer"],
-                options=options,
-            )
+            set_model_state_dict(model, values["model"], options=options)
+            # Not by torch's set_optimizer_state_dict, which loses state of what is frozen at the moment, and groups
+            # of the same values as an empty one.
+            optimizer.load_state_dict(values["optimizer"])
         report = optimizer.load_report
         assert report is not None
         optimizer.load_report = report._replace(requantized=report.requantized + moved)
 
-    group.all_do(f"loading {path}", assign)
+    with _overwriting():
+        with _translated(f"loading {path}", group.rank):
+            dcp_load(
+                {"model": values["model"], "optimizer": {"state": values["optimizer"]["state"]}},
+                storage_reader=Reader(path),
+                planner=Planner(),
+                process_group=process_group,
+                no_dist=group.alone,
+            )
+        group.all_do(f"loading {path}", assign)
     reports = [report for report in group.gather(optimizer.load_report) if report is not None]
     requantized = sum(report.requantized for report in reports)
     if requantized and group.rank == 0:
@@ -213,6 +247,10 @@ class _Group:
         self.alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self.alone else dist.get_rank(process_group)
         self.size = 1 if self.alone else dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group; call this on the ranks of the group only."
+            )
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, on every rank."""
@@ -222,15 +260,23 @@ class _Group:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def all_do(self, what: str, function: Callable[[], T]) -> T:
-        """Run ``function`` on every rank; if it raises on any, CheckpointError on all of them."""
+    def agree(self, **values: Any) -> None:
+        """Raise ValueError, on all ranks, if one of the arguments differs between them."""
+        every = self.gather(values)
+        for name in values:
+            found = [one[name] for one in every]
+            if any(one != found[0] for one in found):
+                raise ValueError(f"{name} must be the same on every rank, got {found}.")
+
+    def all_do(self, what: str, function: Callable[[], T], kind: type[Exception] = CheckpointError) -> T:
+        """Run ``function`` on every rank; if it raises on any, an exception of ``kind`` on all of them."""
         result, error = _attempt(function)
         errors = self.gather(None if error is None else _text(error))
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             texts = list(dict.fromkeys(failed.values()))
             ranks = "" if self.size == 1 else f" on rank {', '.join(map(str, failed))} of {self.size}"
-            raise CheckpointError(f"{what} failed{ranks}: {' '.join(texts)}") from error
+            raise kind(f"{what} failed{ranks}: {' '.join(texts)}") from error
         return result  # type: ignore[return-value]
 
     def first_does(self, what: str, function: Callable[[], T]) -> T:
@@ -256,16 +302,31 @@ def _text(error: Exception) -> str:
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """DCP's own exception, raised on all ranks, is no Exception: make it one."""
+def _translated(what: str, rank: int) -> Iterator[None]:
+    """DCP's own exception, raised on all ranks, is no Exception: make it one, except where Ctrl-C was pressed."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is, and that is all right
             yield
     except CheckpointException as error:
-        reasons = {str(failure[0]) for failure in error.failures.values()}
+        own = error.failures.get(rank, (None,))[0]
+        if isinstance(own, (KeyboardInterrupt, SystemExit)):
+            raise own from error
+        reasons = {str(failure[0]) or type(failure[0]).__name__ for failure in error.failures.values()}
         ranks = ", ".join(map(str, sorted(error.failures)))
         raise CheckpointError(f"{what} failed on rank {ranks}: {'; '.join(sorted(reasons))}") from error
+
+
+@contextmanager
+def _overwriting() -> Iterator[None]:
+    """CheckpointError from within tells that model and optimizer may have changed."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{str(error).rstrip('.')}. Model and optimizer may have been partly overwritten: load another checkpoint "
+            "before you go on."
+        ) from error
 
 
 class _Progress:
@@ -307,7 +368,8 @@ class _Progress:
 # Description
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check(model: nn.Module, optimizer: Any) -> None:
+    """ValueError if the arguments can be neither saved nor loaded."""
     from ..optim.base import BlockwiseOptimizer
 
     if not isinstance(optimizer, BlockwiseOptimizer):
@@ -315,6 +377,90 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__}, expected an optimizer of bnb_fsdp (unwrap accelerate's with "
             ".optimizer)."
         )
+    for name, value in chain(model.named_parameters(), model.named_buffers()):
+        if value.device.type == "meta":
+            raise ValueError(
+                f"{name} of the model is on the meta device: give the model storage first (to_empty())."
+            )
+    known = set(model.parameters())
+    for name, parameter, _ in states.named(optimizer):
+        if parameter not in known:
+            raise ValueError(f"{name} of the optimizer is not in the model.")
+
+
+def _check_groups(optimizer: BlockwiseOptimizer, values: dict[str, Any]) -> None:
+    """ValueError if `load_state_dict` would refuse the parameter groups."""
+    states.check_groups(optimizer, [states.unpacked(group) for group in values["optimizer"]["param_groups"]])
+
+
+def _check_loadable(optimizer: BlockwiseOptimizer, values: dict[str, Any]) -> None:
+    """Refuse now what could not be loaded later."""
+    _check_groups(optimizer, values)
+    stack: list[tuple[str, Any]] = [
+        *((f"{key} of the model", value) for key, value in values["model"].items()),
+        *(
+            (f"{key!r} of a parameter group", v)
+            for group in values["optimizer"]["param_groups"]
+            for key, v in group.items()
+        ),
+    ]
+    for where, value in stack:
+        if not isinstance(value, Tensor) and type(value) not in (str, int, float, bool, type(None)):
+            try:
+                plainly_loaded(value)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{where} is a {type(value).__name__}, which cannot be read back with torch.load(weights_only=True)"
+                    f": {reason(error)}. Keep tensors, numbers, strings, and dicts and lists of these there, or "
+                    "allow the class with torch.serialization.add_safe_globals, here and where you load."
+                ) from error
+
+
+def _checksums(model: nn.Module, values: dict[str, Any]) -> dict[str, list[int]]:
+    """Of all plain tensors that every rank should have alike: parameters and their state, without buffers."""
+    buffers = {buffer.data_ptr() for buffer in model.buffers()}
+    return {
+        key: _checksum(value)
+        for key, value in _tensors(values)
+        if value.dim() and type(value) in (Tensor, nn.Parameter) and value.data_ptr() not in buffers
+    }
+
+
+def _checksum(value: Tensor) -> list[int]:
+    """Sums over the elements' bits; computed where they are, a part at a time."""
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(value.element_size(), torch.int64)
+    total = torch.zeros(2, dtype=torch.int64, device=value.device)
+    for part in torch.split(value.detach().reshape(-1).view(word), _PART):
+        wide = part.to(torch.int64)
+        total += torch.stack([wide.sum(), wide.square_().sum()])
+    return total.tolist()
+
+
+def _differing(every: list[dict[str, list[int]]]) -> list[str]:
+    """Plain tensors that are not the same on all ranks that have them, in words."""
+    first: dict[str, tuple[int, list[int]]] = {}
+    found: dict[str, str] = {}
+    for rank, checksums in enumerate(every):
+        for key, value in checksums.items():
+            other, wanted = first.setdefault(key, (rank, value))
+            if value != wanted and key not in found:
+                found[key] = (
+                    f"{key} is a plain tensor that differs between rank {other} and rank {rank}: one of them would be "
+                    "lost. Keep it alike (DistributedDataParallel), or shard the model (fully_shard)"
+                )
+    return list(found.values())
+
+
+def _make_frozen(optimizer: BlockwiseOptimizer, values: dict[str, Any], manifest: Manifest) -> list[Tensor]:
+    """Make the state of parameters that are frozen now and were not before; which they are."""
+    entries = values["optimizer"]["state"]
+    waiting = [
+        parameter
+        for name, parameter in _parameters(optimizer, values).items()
+        if name not in entries and manifest.parameters.get(name, {}).get("bits")
+    ]
+    states.materialize(optimizer, waiting)
+    return waiting
 
 
 def _state_dict(model: nn.Module, optimizer: BlockwiseOptimizer, frozen: bool) -> dict[str, Any]:
@@ -382,24 +528,43 @@ def _misfits(path: Path, saved: Manifest, live: Manifest) -> list[str]:
         ]
     if was["block_size"] != own["block_size"]:
         return [f"{path} has blocks of {was['block_size']} elements, this bnb_fsdp has {own['block_size']}."]
-    found = []
+    found: list[str] = []
+    misfits: list[str] = []
+    if hint := _wrapped(saved, live):
+        return [f"{path}: {hint}"]
     for name in sorted(set(saved.parameters) | set(live.parameters)):
         if name not in live.parameters:
             found.append(f"{path} has {name}, which the model lacks.")
         elif name not in saved.parameters:
             found.append(f"{path} lacks {name} of the model.")
         else:
-            for key, label in (("shape", "shape"), ("dtype", "dtype"), ("bits", "bits of state")):
-                a, b = saved.parameters[name][key], live.parameters[name][key]
-                if a != b:
-                    found.append(f"{path}: {name} was saved with {label} {a}, here it has {b}.")
+            misfits += _misfit(path, name, saved.parameters[name], live.parameters[name])
     if not found and was["groups"] != own["groups"]:
         sizes = [len(group) for group in was["groups"]], [len(group) for group in own["groups"]]
         found.append(
             f"{path} has parameter groups of {sizes[0]} parameters, the optimizer of {sizes[1]}, or in another "
             "order; build the optimizer with the groups that were saved."
         )
-    return found
+    return found or misfits
+
+
+def _misfit(path: Path, name: str, was: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+    for key, label in (("shape", "shape"), ("dtype", "dtype"), ("bits", "bits of state")):
+        if was[key] != own[key]:
+            text = f"{path}: {name} was saved with {label} {was[key]}, here it has {own[key]}."
+            if key == "bits" and was[key] is None:
+                text += " It was frozen: freeze it (requires_grad_(False)) until it is loaded."
+            yield text
+
+
+def _wrapped(saved: Manifest, live: Manifest) -> str:
+    """What to do if all names differ by the prefix of a wrapper, else nothing."""
+    prefix = "module."
+    if {prefix + name for name in saved.parameters} == set(live.parameters):
+        return f"all names differ by {prefix!r}: the model is wrapped (DataParallel); give its .module."
+    if {prefix + name for name in live.parameters} == set(saved.parameters):
+        return f"all names differ by {prefix!r}: a wrapped model (DataParallel) was saved; wrap this one too."
+    return ""
 
 
 def _raise_if(problems: list[str]) -> None:
@@ -530,15 +695,15 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _begin(path: Path) -> tuple[str, int]:
+def _begin(path: Path, locks: list[int | None]) -> tuple[str, int]:
     """A new directory beside ``path`` to write into, and the checkpoint's sequence number."""
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"{path} exists; a checkpoint is never written over. Choose another name.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.parent / f".{path.name}{manifests.PARTIAL}{secrets.token_hex(4)}"
-    staging.mkdir()
-    newest = manifests.complete(path.parent)
-    return str(staging), newest[-1][0].sequence + 1 if newest else 1
+    sequence = manifests.survey(path.parent).next_sequence
+    staging, lock = manifests.staging(path)
+    locks.append(lock)
+    return str(staging), sequence
 
 
 def _finish(folder: Path, rank: int, extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -560,8 +725,8 @@ def _read_extra(path: Path, rank: int, own: bool) -> dict[str, Any]:
         extra: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:
         raise CheckpointError(
-            f"extra cannot be read back with torch.load(weights_only=True): {error}. Give tensors, numbers, strings, "
-            "and dicts and lists of these."
+            f"extra cannot be read back with torch.load(weights_only=True): {reason(error)}. Give tensors, numbers, "
+            "strings, and dicts and lists of these."
         ) from error
     return extra
 
@@ -581,25 +746,41 @@ def _publish(staging: Path, path: Path, manifest: Manifest) -> None:
     manifests.sync_directory(path.parent)
 
 
-def _prune(path: Path, keep: int) -> None:
+def _prune(folder: Path, keep: int) -> None:
     """Remove the oldest complete checkpoints of the folder beyond ``keep``, and what interrupted saves left."""
-    others = [directory for _, directory in manifests.complete(path.parent)]
-    for directory in others[:-keep]:
+    found = manifests.survey(folder).complete
+    kept = sorted({manifest.sequence for manifest, _ in found})[-keep:]
+    failed = []
+    for manifest, directory in found:
+        if manifest.sequence in kept:
+            continue
         # Renamed first: interrupted here, what is left is known as a leftover.
         deleted = directory.parent / f".{directory.name}{manifests.DELETED}{secrets.token_hex(4)}"
-        directory.rename(deleted)
-    manifests.sync_directory(path.parent)
-    for directory in path.parent.iterdir():
-        if directory.is_dir() and manifests.is_leftover(directory):
-            shutil.rmtree(directory, ignore_errors=True)
+        try:
+            directory.rename(deleted)
+        except OSError as error:
+            failed.append(f"{directory}: {error}")
+    manifests.sync_directory(folder)
+    for text in failed + manifests.remove_leftovers(folder):
+        states.logger.warning("a checkpoint could not be removed: %s", text)
 
 
 def _find(path: Path) -> tuple[str, Manifest]:
-    """The checkpoint at ``path``, or the newest complete one in it."""
+    """The checkpoint at ``path``, or the newest one in it. Raises CheckpointError if that one is damaged."""
     if path.is_dir() and not (path / manifests.FILE).is_file() and not manifests.is_leftover(path):
-        found = manifests.complete(path)
+        found, damaged = manifests.survey(path)
         if found:
-            return str(found[-1][1]), found[-1][0]
+            manifest, newest = found[-1]
+            since = manifests.written(newest)
+            for one in damaged:
+                if (one.sequence or 0) > manifest.sequence or manifests.written(one.path) > since:
+                    raise CheckpointError(
+                        f"the newest checkpoint of {path} cannot be loaded: {one.reason.rstrip('.')}. To go on from "
+                        f"the one before it, load {newest} by its own path, or remove {one.path}."
+                    )
+            return str(newest), manifest
+        if damaged:
+            raise CheckpointError(f"{path} holds no complete checkpoint: {damaged[-1].reason}")
         leftovers = [item.name for item in path.iterdir() if item.is_dir() and manifests.is_leftover(item)]
         if leftovers:
             raise CheckpointError(

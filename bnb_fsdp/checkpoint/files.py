@@ -8,6 +8,8 @@ checkpoint's description and no others, and everything else with ``torch.load(we
 from __future__ import annotations
 
 import contextlib
+import copy
+import enum
 import io
 import json
 import math
@@ -26,6 +28,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from .. import rules, state
 from ..codebook import BLOCK_SIZE
@@ -36,6 +39,7 @@ from .layout import Layout, parse
 from .manifest import CheckpointError, Manifest
 
 METADATA = ".metadata"
+_SMALL = 1 << 14  # bytes
 Key = tuple[Any, ...]
 """Where a value is in a nested state dict."""
 
@@ -110,6 +114,13 @@ class Found:
         return name, (*self.root, ".".join(map(str, path))) if self.flat else (*self.root, *path)
 
 
+def _member(kind: Any, name: str) -> Any:
+    """What stands for getattr, by which Python 3.11.0 to 3.11.3 pickle the members of an enum."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks for {name!r} of something that is no enum")
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the classes that describe a checkpoint, and nothing that could do harm."""
 
@@ -126,9 +137,99 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(
             f"it refers to {module}.{name}, which has no business in the description of a checkpoint"
         )
+
+
+def read_metadata(path: Path) -> Any:
+    """What a ``.metadata`` file describes, read without executing anything. Raises CheckpointError if it is damaged."""
+    try:
+        with path.open("rb") as file:
+            found = _Unpickler(file).load()
+        _check_metadata(found)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything, MemoryError and RecursionError included
+        text = str(error) or type(error).__name__
+        raise CheckpointError(f"{path} is damaged: {text.rstrip('.')}.") from error
+    return found
+
+
+def _check_metadata(found: Any) -> None:
+    """Raise if what was unpickled is no description of a checkpoint, so that nothing need be checked later."""
+    for key, entry in found.state_dict_metadata.items():
+        _need(isinstance(key, str), "a key", key)
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            _need(_are_sizes(entry.size), key, entry.size)
+            _need(isinstance(entry.properties.dtype, torch.dtype), key, entry.properties.dtype)
+            for chunk in entry.chunks:
+                _need(_are_sizes(chunk.offsets) and _are_sizes(chunk.sizes), key, chunk)
+                _need(len(chunk.offsets) == len(chunk.sizes), key, chunk)
+        else:
+            _need(isinstance(entry, metadata.BytesStorageMetadata), key, entry)
+    for index, info in found.storage_data.items():
+        _need(isinstance(index.fqn, str), "a key", index.fqn)
+        _need(index.offset is None or _are_sizes(index.offset), index.fqn, index.offset)
+        _need(_are_sizes((info.offset, info.length)), index.fqn, info)
+        name = info.relative_path
+        _need(isinstance(name, str) and name not in ("", ".", "..") and "/" not in name, index.fqn, name)
+    for key, path in (found.planner_data or {}).items() if isinstance(found.planner_data, dict) else ():
+        parts = path if isinstance(path, tuple) else (path,)
+        _need(all(isinstance(part, str) or _are_sizes((part,), 1 << 20) for part in parts), key, path)
+
+
+def _are_sizes(values: Any, bound: int = 1 << 62) -> bool:
+    return isinstance(values, tuple) and all(type(value) is int and 0 <= value < bound for value in values)
+
+
+def _need(condition: bool, key: Any, value: Any) -> None:
+    if not condition:
+        raise ValueError(f"{key!r} is described by {str(value)[:80]!r}")
+
+
+def reason(error: Exception) -> str:
+    """Why ``torch.load(weights_only=True)`` failed, in short."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused:
+        return f"it refers to {refused[1]}"
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return text[0].rstrip(".")
+
+
+def plainly_loaded(value: Any) -> Any:
+    """``value`` after `torch.save` and `torch.load` without executing anything; raises if that is impossible."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class Reader(filesystem.FileSystemReader):
+    """torch's reader, but for ``.metadata``, of which nothing is executed."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        found = read_metadata(Path(self.path) / METADATA)
+        if getattr(found, "storage_meta", None) is None:
+            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner, but objects are refused if loading them could execute anything."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{read_item.storage_index.fqn} cannot be read: {reason(error)}."
+            ) from error
+        value.seek(0)
+        super().load_bytes(read_item, value)
 
 
 class _Part(io.RawIOBase):
@@ -169,16 +270,13 @@ class Files:
         self.path = Path(directory)
         self.manifest = self._manifest()
         self._open: dict[str, io.BufferedReader] = {}
-        try:
-            with (self.path / METADATA).open("rb") as file:
-                self.metadata = _Unpickler(file).load()
-            self.entries: dict[str, Any] = dict(self.metadata.state_dict_metadata)
-            self._storage = {
-                (index.fqn, None if index.offset is None else tuple(index.offset)): info
-                for index, info in self.metadata.storage_data.items()
-            }
-        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{self.path / METADATA} is damaged: {error}.") from error
+        self._objects: dict[bytes, Any] = {}
+        self.metadata = read_metadata(self.path / METADATA)
+        self.entries: dict[str, Any] = dict(self.metadata.state_dict_metadata)
+        self._storage = {
+            (index.fqn, None if index.offset is None else tuple(index.offset)): info
+            for index, info in self.metadata.storage_data.items()
+        }
         given = self.metadata.planner_data
         paths: dict[str, Key] = given if isinstance(given, dict) else {}
         self.paths = {key: tuple(paths.get(key) or _split(key)) for key in self.entries}
@@ -276,10 +374,18 @@ class Files:
         try:
             return torch.load(data, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged zip file or pickle raises anything
-            text = str(error).strip().splitlines() or [type(error).__name__]
             raise CheckpointError(
-                f"{self.path / info.relative_path}: {key} cannot be read: {text[0]}"
+                f"{self.path / info.relative_path}: {key} cannot be read: {reason(error)}."
             ) from error
+
+    def _object(self, key: str, info: Any) -> Any:
+        """As `load`; hyperparameters, of which many are alike, are unpickled once."""
+        data = self.raw(key, info).read() if info.length < _SMALL else b""
+        if not data:
+            return self.load(key, info)
+        if data not in self._objects:
+            self._objects[data] = self.load(key, info)
+        return copy.deepcopy(self._objects[data])
 
     def part(self, key: str, chunk: Chunk) -> Tensor:
         """The tensor of a chunk. Raises CheckpointError if it has not the dtype and shape it should have."""
@@ -299,7 +405,7 @@ class Files:
     def read(self, key: str) -> Any:
         """A whole tensor (contiguous), or another object."""
         if not self.is_tensor(key):
-            return self.load(key, next(self.chunks(key)).storage)
+            return self._object(key, next(self.chunks(key)).storage)
         problem = self.coverage(key)
         if problem:
             raise CheckpointError(problem)
@@ -336,11 +442,24 @@ class Files:
 
     @cached_property
     def optimizers(self) -> list[Found]:
-        """The optimizers of this package whose state is here.
+        """The optimizers of this package whose state is here; none only if the manifest says so.
 
         Raises CheckpointError if there is none, or for a newer format, another block size or an unknown algorithm.
         """
         return _find(self)
+
+    @property
+    def has_no_state(self) -> bool:
+        """Whether the manifest says that there is none of ours: converted for others, or all parameters were frozen."""
+        told = self.manifest
+        return told is not None and (
+            told.optimizer["state_version"] < 1
+            or not any(entry["bits"] for entry in told.parameters.values())
+        )
+
+    def no_state(self) -> str:
+        """That there is no state of ours, in words."""
+        return f"{self.path} holds no state of a bnb_fsdp optimizer: {_contents(self)}."
 
 
 def _split(key: str) -> Key:
@@ -411,8 +530,8 @@ def _find(files: Files) -> list[Found]:
         _optimizer(files, where, entries, steps.get(where, {}), hypers.get(where, {}))
         for where, entries in raw.items()
     ]
-    if not found:
-        raise CheckpointError(f"{files.path} holds no state of a bnb_fsdp optimizer: {_contents(files)}.")
+    if not found and not files.has_no_state:
+        raise CheckpointError(files.no_state())
     return found
 
 
@@ -504,6 +623,13 @@ def _parameter(
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from error
     return Parameter(name, shape, 32 if layout is None else 8, layout, step, entry)
+
+
+def parameter_groups(files: Files, root: Key) -> list[dict[str, Any]]:
+    """The parameter groups of the nested state dict at ``root``, as they were saved."""
+    above = (*root, "param_groups")
+    hypers = {key: path[len(above) :] for key, path in files.paths.items() if path[: len(above)] == above}
+    return [{**hyperparameters(files, group), "params": group.params} for group in _groups(files, hypers)]
 
 
 def _groups(files: Files, hypers: dict[str, Key]) -> list[Group]:
@@ -606,10 +732,11 @@ def unreadable(files: Files, keys: Sequence[str], report: Callable[[int], None])
     """Read every value: what is wrong with any, in words, and how many elements of which tensors are not finite."""
     problems: list[str] = []
     counts: dict[str, int] = {}
+    seen: set[bytes] = set()  # many hyperparameters are alike
     for key in keys:
         try:
             if not files.is_tensor(key):
-                _check_object(files, key)
+                _check_object(files, key, seen)
             else:
                 problem = files.coverage(key)
                 if problem:
@@ -631,9 +758,15 @@ def _not_finite(flat: Tensor) -> int:
     return sum(int((~flat[start : start + step].isfinite()).sum()) for start in range(0, flat.numel(), step))
 
 
-def _check_object(files: Files, key: str) -> None:
+def _check_object(files: Files, key: str, seen: set[bytes]) -> None:
     info = next(files.chunks(key)).storage
     data = files.raw(key, info)
+    if info.length < _SMALL:
+        stored = data.read()
+        if stored in seen:
+            return
+        seen.add(stored)
+        data.seek(0)
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(data)
         data.seek(0)

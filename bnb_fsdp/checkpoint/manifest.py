@@ -7,13 +7,18 @@ missing file that no rank happens to need, or of a save that died while it overw
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE = "bnb_fsdp.json"
 KIND = "bnb_fsdp checkpoint"
@@ -21,10 +26,14 @@ VERSION = 1
 PARTIAL = ".partial-"
 DELETED = ".deleted-"
 _PIECE = 1 << 22
+_HOUR = 3600.0
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is not what it should be. Model and optimizer are as they were."""
+    """A checkpoint could not be written, or is not what it should be.
+
+    Model and optimizer are as they were, unless the text says that they may have been partly overwritten.
+    """
 
 
 @dataclass
@@ -111,27 +120,145 @@ def is_leftover(directory: Path) -> bool:
     return directory.name.startswith(".") and (PARTIAL in directory.name or DELETED in directory.name)
 
 
-def complete(folder: str | os.PathLike[str]) -> list[tuple[Manifest, Path]]:
-    """The complete checkpoints directly in ``folder`` with their manifests, oldest first, without damaged ones."""
-    found = []
-    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
-        if path.is_dir() and not is_leftover(path) and (path / FILE).is_file():
-            try:
-                found.append((read(path), path))
-            except CheckpointError:
+def lost_manifest(directory: Path) -> bool:
+    """Whether a checkpoint of `save_checkpoint`, which alone has ``extra_<rank>.pt``, has no manifest any more."""
+    return not (directory / FILE).is_file() and any(directory.glob("extra_*.pt"))
+
+
+class Damaged(NamedTuple):
+    """A checkpoint that cannot be read. ``sequence``: as its manifest has it, None if that cannot be told."""
+
+    path: Path
+    sequence: int | None
+    reason: str
+
+
+class Folder(NamedTuple):
+    """The checkpoints directly in a folder: complete ones with their manifests, oldest first, and all others.
+
+    Symbolic links and what was converted for other packages are neither; nor are directories that one may not enter.
+    """
+
+    complete: list[tuple[Manifest, Path]]
+    damaged: list[Damaged]
+
+    @property
+    def next_sequence(self) -> int:
+        """A sequence number that none of them has."""
+        known = [manifest.sequence for manifest, _ in self.complete]
+        known += [one.sequence for one in self.damaged if one.sequence is not None]
+        return max(known, default=0) + sum(one.sequence is None for one in self.damaged) + 1
+
+
+def survey(folder: Path) -> Folder:
+    """The checkpoints directly in ``folder``, which need not exist."""
+    found = Folder([], [])
+    for path in folder.iterdir() if folder.is_dir() else ():
+        try:
+            if path.is_symlink() or not path.is_dir() or is_leftover(path):
                 continue
-    return sorted(found, key=lambda pair: (pair[0].sequence, pair[1].name))
+            if not (path / FILE).is_file() and not lost_manifest(path):
+                continue
+        except OSError:  # such as lost+found
+            continue
+        try:
+            manifest = read(path)
+        except (CheckpointError, OSError) as error:
+            found.damaged.append(Damaged(path, _sequence(path), str(error)))
+            continue
+        if manifest.optimizer["state_version"] >= 1:
+            found.complete.append((manifest, path))
+    found.complete.sort(key=lambda pair: (pair[0].sequence, pair[1].name))
+    return found
 
 
-def checksum(path: Path, done: list[int] | None = None) -> dict[str, Any]:
-    """``bytes`` and ``sha256`` of a file; adds the bytes read to ``done[0]`` as it goes."""
+def _sequence(directory: Path) -> int | None:
+    try:
+        number = json.loads((directory / FILE).read_text())["sequence"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return number if type(number) is int else None
+
+
+def written(directory: Path) -> float:
+    """When the last tensors of a checkpoint were written (seconds), whatever befell its manifest since."""
+    times = [path.stat().st_mtime for path in directory.glob("*.distcp")]
+    return max(times, default=directory.stat().st_mtime)
+
+
+def staging(target: Path) -> tuple[Path, int | None]:
+    """A new directory beside ``target`` to write into, and its lock: a descriptor to close in the end.
+
+    While it is locked, `remove_leftovers` of other processes leaves it alone. None where the file system has no locks.
+    """
+    while True:
+        directory = target.parent / f".{target.name}{PARTIAL}{secrets.token_hex(4)}"
+        directory.mkdir()
+        # Before the lock was taken another process may have taken the directory for a leftover.
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            lock = _lock(directory)
+            if directory.is_dir():
+                return directory, lock
+            if lock is not None:
+                os.close(lock)
+
+
+def _lock(directory: Path) -> int | None:
+    """A descriptor that locks ``directory``, None where that is not possible; BlockingIOError if another one does."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Remove what interrupted saves, conversions and removals left in ``folder``; what could not be, in words.
+
+    Nobody has a leftover's lock; where there are no locks, nothing in it has changed for an hour.
+    """
+    failed = []
+    for directory in folder.iterdir():
+        if not is_leftover(directory) or not directory.is_dir():
+            continue
+        try:
+            lock = _lock(directory)
+        except BlockingIOError:
+            continue  # somebody writes it
+        except OSError as error:
+            failed.append(f"{directory}: {error}")
+            continue
+        try:
+            if lock is not None or DELETED in directory.name or _is_old(directory):
+                shutil.rmtree(directory)
+        except FileNotFoundError:
+            continue  # another process is faster
+        except OSError as error:
+            failed.append(f"{directory}: {error}")
+        finally:
+            if lock is not None:
+                os.close(lock)
+    return failed
+
+
+def _is_old(directory: Path) -> bool:
+    times = [path.stat().st_mtime for path in (directory, *directory.iterdir())]
+    return time.time() - max(times) > _HOUR
+
+
+def checksum(path: Path, report: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """``bytes`` and ``sha256`` of a file; tells ``report`` of the bytes read as it goes."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
             size += len(piece)
-            if done is not None:
-                done[0] += len(piece)
+            if report is not None:
+                report(len(piece))
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -140,7 +267,7 @@ def problems(
     files: Mapping[str, Mapping[str, Any]],
     names: Iterable[str],
     contents: bool,
-    done: list[int] | None = None,
+    report: Callable[[int], None] | None = None,
 ) -> list[str]:
     """What is wrong with the named files, in words; ``contents``: read them whole and compare checksums."""
     found = []
@@ -152,7 +279,7 @@ def problems(
         size = path.stat().st_size
         if size != files[name]["bytes"]:
             found.append(f"{path} has {size} bytes instead of {files[name]['bytes']}")
-        elif contents and checksum(path, done)["sha256"] != files[name]["sha256"]:
+        elif contents and checksum(path, report)["sha256"] != files[name]["sha256"]:
             found.append(f"{path} was changed since it was saved: its checksum differs")
     return found
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,7 @@ from .. import sharding, state
 from ..codebook import BLOCK_SIZE
 from ..groups import parameter_name
 from ..rules import Rule
-from . import blocks
+from . import blocks, foreign
 from .layout import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             numbers.setdefault(parameter, len(numbers))
-        packed = {key: value for key, value in group.items() if key != "params"}
+        packed = {key: _plain(value) for key, value in group.items() if key != "params"}
         packed["params"] = [numbers[parameter] for parameter in group["params"]]
         # As text: gathering a full state dict, torch drops empty lists and dicts.
         packed["overrides"] = json.dumps(group["overrides"])
@@ -127,7 +127,7 @@ def state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     for name, parameter, _ in named(optimizer):
         values = optimizer.state.get(parameter)
         if values:
-            packed_state[numbers[parameter]] = _exported(optimizer, parameter, name, values)
+            packed_state[numbers[parameter]] = exported(optimizer, parameter, name, values)
     packed_state.update((key, value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))
     result: dict[str, Any] = {"state": packed_state, "param_groups": packed_groups}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
@@ -144,11 +144,24 @@ def named(optimizer: BlockwiseOptimizer) -> Iterator[tuple[str, Tensor, tuple[in
             yield parameter_name(optimizer.param_groups, index, position), parameter, (index, position)
 
 
-def materialize(optimizer: BlockwiseOptimizer) -> None:
-    """Zero state, with ``step`` 0, for every parameter that will need one and has none; none for meta tensors."""
+def _plain(value: Any) -> Any:
+    """NumPy's numbers, which torch.load does not read without executing code, as Python's."""
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    return value
+
+
+def materialize(optimizer: BlockwiseOptimizer, frozen: Sequence[Tensor] = ()) -> None:
+    """Zero state, with ``step`` 0, for every parameter that will need one and has none; none for meta tensors.
+
+    Also for those of ``frozen``, though they will not need it as long as they are frozen.
+    """
+    also = set(frozen)
     for name, parameter, (index, position) in named(optimizer):
         values = optimizer.state.get(parameter)
-        if values or state.is_frozen(parameter, values):
+        if values or (state.is_frozen(parameter, values) and parameter not in also):
             continue
         shard = sharding.local(parameter).detach()
         if shard.device.type == "meta":
@@ -206,7 +219,7 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)) if tensor.numel() else tensor.reshape(-1)
 
 
-def _exported(
+def exported(
     optimizer: BlockwiseOptimizer, parameter: Tensor, name: str, values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state of one parameter, as in the module's docstring. Raises if it does not fit the local shard."""
@@ -290,14 +303,16 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
         result = pre_hook(optimizer, state_dict)
         if result is not None:
             state_dict = result
+    state_dict = foreign.translated(optimizer, state_dict) or state_dict
     groups = optimizer.param_groups
-    saved_groups = [_unpacked(group) for group in state_dict["param_groups"]]
+    saved_groups = [unpacked(group) for group in state_dict["param_groups"]]
     check_groups(optimizer, saved_groups)
     owners = dict(zip(chain.from_iterable(group["params"] for group in saved_groups), named(optimizer)))
-    found: dict[Tensor, _Found] = {}
+    found: dict[Tensor, _Found | foreign.Checked] = {}
     others: dict[Any, Any] = {}
+    has_names = any(isinstance(key, str) for key in owners)
     for key, values in state_dict["state"].items():
-        if key not in owners and not isinstance(key, int):
+        if key not in owners and not isinstance(key, int) and not has_names:
             others[key] = values  # what users keep there besides, as torch.optim does
             continue
         if key not in owners:
@@ -305,7 +320,18 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
         name, parameter, (index, position) = owners[key]
         if values:
             bits = state.decide(parameter, saved_groups[index], position).bits
-            found[parameter] = _checked(optimizer, parameter, name, bits, values)
+            check = foreign.checked if isinstance(values, foreign.Entry) else _checked
+            entry = check(optimizer, parameter, name, bits, values)
+            if entry is not None:
+                found[parameter] = entry
+    absent = [name for name, p, _ in named(optimizer) if p not in found and p.requires_grad]
+    if found and absent and not _quiet and any(map(sharding.is_sharded, found)):
+        # Plain parameters without a gradient have no state; sharded ones always have.
+        logger.warning(
+            "the state dict has no state for %d parameters, such as %s: they start afresh.",
+            len(absent),
+            absent[0],
+        )
     # Nothing was changed so far; from here on nothing is refused.
     for group, saved in zip(groups, saved_groups):
         saved["params"] = group["params"]
@@ -326,17 +352,25 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer.__setstate__({"state": live, "param_groups": saved_groups})
     if requantized and not _quiet:
         logger.warning(
-            "on this rank %d of %d blocks of 8-bit state had to be requantised: rows of this checkpoint lie in other "
-            "blocks here (rows that are no multiple of %d elements, and another number of ranks).",
+            "on this rank %d of %d blocks of 8-bit state had to be requantised: %s.",
             requantized,
             total,
-            BLOCK_SIZE,
+            _why(found.values()),
         )
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
-def _unpacked(group: Mapping[str, Any]) -> dict[str, Any]:
+def _why(found: Iterable[_Found | foreign.Checked]) -> str:
+    if any(isinstance(entry, foreign.Checked) and entry.has_floats for entry in found):
+        return "the state dict has float state (of another package) where this optimizer has 8-bit state"
+    return (
+        "rows of this checkpoint lie in other blocks here (rows that are no multiple of "
+        f"{BLOCK_SIZE} elements, and another number of ranks)"
+    )
+
+
+def unpacked(group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a saved parameter group, as groups are."""
     result = copy.deepcopy(dict(group))
     if isinstance(result.get("overrides"), str):
@@ -360,15 +394,11 @@ def _like_the_live(saved: dict[str, Any], group: dict[str, Any]) -> None:
 
 def check_groups(optimizer: BlockwiseOptimizer, saved_groups: list[dict[str, Any]]) -> None:
     """Raise ValueError if the groups were not saved by an optimizer like this one."""
-    groups = optimizer.param_groups
-    sizes = [len(group["params"]) for group in groups]
-    saved_sizes = [len(group["params"]) for group in saved_groups]
-    if sizes != saved_sizes:
-        raise ValueError(
-            f"the state dict has parameter groups of {saved_sizes} parameters, the optimizer of {sizes}; "
-            "build the optimizer with the same groups in the same order."
-        )
-    for index, (group, saved) in enumerate(zip(groups, saved_groups)):
+    check_sizes(optimizer, saved_groups)
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups)):
+        if not group["params"] and set(saved) == {"params"}:
+            # torch's set_optimizer_state_dict loses the values of groups without parameters, unless they come last.
+            saved.update((key, copy.deepcopy(value)) for key, value in group.items() if key != "params")
         check_format(optimizer, f"group {index} of the state dict", saved.get("format"))
         # Only what this class defines: schedulers, for one, add keys of their own to a live group.
         saved["capturable"] = group["capturable"]  # where counts live is this run's choice
@@ -378,7 +408,25 @@ def check_groups(optimizer: BlockwiseOptimizer, saved_groups: list[dict[str, Any
                 f"group {index} of the state dict lacks {missing}: it was not saved by this optimizer's class "
                 f"({type(optimizer).__name__})."
             )
-        optimizer._check_group(saved, index)
+        optimizer._check_group(_as_constructed(optimizer, saved), index)
+
+
+def _as_constructed(optimizer: BlockwiseOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """``saved`` as a constructor would take it: a schedule of the momentum may reach 0, which step() takes too."""
+    if isinstance(saved.get("momentum"), (int, float)) and saved["momentum"] == 0:
+        return {**saved, "momentum": optimizer.defaults["momentum"]}
+    return saved
+
+
+def check_sizes(optimizer: BlockwiseOptimizer, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless the groups have as many parameters as the optimizer's."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"the state dict has parameter groups of {saved_sizes} parameters, the optimizer of {sizes}; "
+            "build the optimizer with the same groups in the same order."
+        )
 
 
 def check_format(optimizer: BlockwiseOptimizer, where: str, found: Any) -> None:
@@ -447,7 +495,7 @@ def _checked(
             )
             for entry in names
         }
-    return _Found(name, _checked_step(name, given["step"]), bits, layout, tensors)
+    return _Found(name, checked_step(name, given["step"]), bits, layout, tensors)
 
 
 def _wrong_names(key: str, part: Any, names: Mapping[str, Expected]) -> str:
@@ -493,7 +541,8 @@ def _checked_tensor(
         raise ValueError(f"{where}: {error}") from None
 
 
-def _checked_step(name: str, value: Any) -> float:
+def checked_step(name: str, value: Any) -> float:
+    """The count of steps in a state dict. ValueError, naming the parameter, if it is none."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -504,10 +553,12 @@ def _checked_step(name: str, value: Any) -> float:
 
 
 def _entry(
-    optimizer: BlockwiseOptimizer, parameter: Tensor, found: _Found, live: Mapping[str, Any]
+    optimizer: BlockwiseOptimizer, parameter: Tensor, found: _Found | foreign.Checked, live: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int, int]:
     """Live state of one parameter, number of blocks, and how many of them were requantised."""
     rule = optimizer.rule
+    if isinstance(found, foreign.Checked):
+        return foreign.converted(rule, parameter, found)
     shard = sharding.local(parameter).detach()
     values: dict[str, Any] = {"step": torch.tensor(found.step, dtype=torch.float32)}
     total = requantized = 0
