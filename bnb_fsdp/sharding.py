@@ -207,36 +207,45 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class _Reduction(NamedTuple):
     """One mesh: the process groups to add over, one after the other, and which rows of which buckets count.
 
-    ``weights`` are 1, or 0 for a shard that another rank of the groups holds too and counts.
+    ``weights`` are 1, or 0 for a shard that another rank of the groups holds too and counts. ``order`` sorts the rows
+    as every rank does, whatever its buckets.
     """
 
     device_type: str
     groups: list[Any]
     rows: list[tuple[int, list[int]]]
     weights: list[float]
+    order: list[int]
 
 
 def sums_over_shards(
-    parameters: Sequence[Sequence[Tensor]],
+    parameters: Sequence[Sequence[Tensor]], positions: Sequence[Sequence[int]]
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """A function that adds what every rank computed of its shards, for parameters in buckets.
+
+    ``positions`` number the parameters alike on all ranks, whose buckets may differ (a gradient that is missing on one
+    rank leaves its dtype to be guessed there).
 
     It takes a float32 tensor of (parameters, k) for each bucket, 0 where there is nothing to add, and returns the same
     for whole tensors: bit-equal on all ranks, copies counted once. Each mesh is one all-reduce (of float64, so that the
     order hardly matters) over the whole mesh or its one dimension with shards; several, one a dimension, only if
     several have shards and the mesh is not all of the default process group. Every rank of the mesh has to call it.
     """
+    found = [
+        (positions[bucket][row], bucket, row, parameter)
+        for bucket, members in enumerate(parameters)
+        for row, parameter in enumerate(members)
+        if isinstance(parameter, DTensor)
+    ]
     by_mesh: dict[Any, list[tuple[int, int, DTensor]]] = {}
-    for bucket, members in enumerate(parameters):
-        for row, parameter in enumerate(members):
-            if isinstance(parameter, DTensor):
-                by_mesh.setdefault(parameter.device_mesh, []).append((bucket, row, parameter))
-    reductions = [found for found in itertools.starmap(_reduction, by_mesh.items()) if found.groups]
-    kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    for _, bucket, row, parameter in sorted(found, key=lambda entry: entry[0]):
+        by_mesh.setdefault(parameter.device_mesh, []).append((bucket, row, parameter))
+    reductions = [made for made in itertools.starmap(_reduction, by_mesh.items()) if made.groups]
+    kept: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
 
     def add(sums: Sequence[Tensor]) -> list[Tensor]:
         result = list(sums)
-        for number, (device_type, groups, rows, weights) in enumerate(reductions):
+        for number, (device_type, groups, rows, weights, order) in enumerate(reductions):
             device = sums[rows[0][0]].device
             if (
                 device.type != device_type
@@ -244,12 +253,15 @@ def sums_over_shards(
                 device = torch.device(device_type)
             if number not in kept:
                 where = [torch.tensor(index, device=sums[bucket].device) for bucket, index in rows]
-                kept[number] = torch.tensor(weights, dtype=torch.float64, device=device)[:, None], where
-            factors, where = kept[number]
+                factors = torch.tensor(weights, dtype=torch.float64, device=device)[:, None]
+                kept[number] = factors, torch.tensor(order, device=device), where
+            factors, sort, where = kept[number]
             parts = [result[bucket][index].to(device) for (bucket, _), index in zip(rows, where)]
-            packed = torch.cat(parts).double() * factors
+            unsorted = torch.cat(parts).double()
+            packed = unsorted[sort] * factors
             for group in groups:
                 dist.all_reduce(packed, group=group)
+            packed = unsorted.index_copy_(0, sort, packed)
             start = 0
             for (bucket, index), at in zip(rows, where):
                 total = packed[start : start + len(index)].float().to(result[bucket].device)
@@ -273,11 +285,15 @@ def _reduction(mesh: Any, members: list[tuple[int, int, DTensor]]) -> _Reduction
     coordinate = mesh.get_coordinate()
     rows: dict[int, list[int]] = {}
     weights = []
-    for bucket, row, parameter in members:
+    for bucket, row, _ in members:
         rows.setdefault(bucket, []).append(row)
+    packed = [(bucket, row) for bucket, index in rows.items() for row in index]
+    place = {entry: number for number, entry in enumerate(packed)}
+    for _, _, parameter in members:
         copies = (dim for dim in dims if not hasattr(parameter.placements[dim], "dim"))
         weights.append(float(all(coordinate[dim] == 0 for dim in copies)))
-    return _Reduction(mesh.device_type, groups, list(rows.items()), weights)
+    order = [place[bucket, row] for bucket, row, _ in members]
+    return _Reduction(mesh.device_type, groups, list(rows.items()), weights, order)
 
 
 def like(

@@ -126,7 +126,8 @@ def test_entries_that_are_no_parameters_come_back() -> None:
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["float", "tensor"])
 def test_a_step_that_only_asks_for_state(name: str, bits: int, rate: Any) -> None:
     optimizer, other = (make(name, bits, [parameter(500), parameter(70)], lr=rate) for _ in range(2))
-    set_gradients(optimizer, 0)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
     assert optimizer.step(closure=None) is None
     assert [float(values["step"]) for values in optimizer.state.values()] == [0.0, 0.0]
     assert not any(value.any() for values in optimizer.state.values() for value in values.values())

@@ -200,11 +200,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         if any(_is_on_cuda(group["lr"]) or float(group["lr"]) != 0 for group in self.param_groups):
             return False
-        graded = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not graded or any(self.state.get(p) for p in graded):
-            return False
-        found = torch.tensor([[float(_is_real(sharding.local(p.grad)))] for p in graded])
-        return not sharding.sums_over_shards([graded])([found])[0].any()
+        everything = [p for group in self.param_groups for p in group["params"]]
+        # Of each parameter: whether it has a gradient, and one to be taken for real, be it by its state.
+        found = torch.zeros(len(everything), 2)
+        for row, p in zip(found, everything):
+            if p.grad is not None:
+                row[0] = 1.0
+                row[1] = float(bool(self.state.get(p)) or _is_real(sharding.local(p.grad)))
+        add = sharding.sums_over_shards([everything], [range(len(everything))])
+        graded, real = add([found])[0].any(dim=0).tolist()
+        return bool(graded and not real)
 
     @_disable_dynamo  # native calls on addresses: nothing that torch.compile could trace
     def _update(self) -> None:

@@ -35,6 +35,7 @@ class _Bucket:
         self.key = key
         self.slots: list[Slot] = []
         self.parameters: list[Tensor] = []
+        self.positions: list[int] = []  # of the parameters, counted through all groups
         self.gradients: list[Tensor | None] = []
         self.prepared: backends.Bucket
 
@@ -127,6 +128,7 @@ class Plan:
         self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         self._scales = Scales(
             [bucket.parameters for bucket in self._buckets],
+            [bucket.positions for bucket in self._buckets],
             [[slot.group for slot in bucket.slots] for bucket in self._buckets],
         )
         self._fresh = fresh
@@ -194,6 +196,7 @@ class Plan:
             )
         )
         item.bucket.parameters.append(parameter if sharding.is_sharded(parameter) else self._twin(shard))
+        item.bucket.positions.append(sum(len(g["params"]) for g in self._groups[:index]) + position)
         item.bucket.gradients.append(None)
         return item
 

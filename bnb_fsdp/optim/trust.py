@@ -34,9 +34,14 @@ def check_ratio(where: str, group: dict[str, Any]) -> None:
 class Scales:
     """Update scales for the buckets of a plan."""
 
-    def __init__(self, parameters: Sequence[Sequence[Tensor]], groups: Sequence[Sequence[int]]) -> None:
-        """``parameters`` (DTensors as they are) and their parameter groups, by bucket."""
-        self._sums = sharding.sums_over_shards(parameters)
+    def __init__(
+        self,
+        parameters: Sequence[Sequence[Tensor]],
+        positions: Sequence[Sequence[int]],
+        groups: Sequence[Sequence[int]],
+    ) -> None:
+        """By bucket: parameters (DTensors as they are), their places in the optimizer, their parameter groups."""
+        self._sums = sharding.sums_over_shards(parameters, positions)
         self._groups = groups
         self._kept: dict[int, tuple[list[Trust | None], Tensor]] = {}
 
