@@ -1,4 +1,4 @@
-"""What the examples share: arguments, processes, model, chat data, held-out loss, report."""
+"""What the examples share: arguments, processes, model, chat data, held-out loss, training loop, report."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import bnb_fsdp
 
@@ -50,23 +51,41 @@ warnings.filterwarnings("ignore", message="Could not find a config file in")
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def arguments(description: str, output: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line. A mistake in it is reported by rank 0 alone and ends every rank with status 2."""
+def lora_options(parser: argparse.ArgumentParser) -> None:
+    """What the LoRA examples take besides the common options."""
+    parser.add_argument("--lora-rank", type=above_zero(int), default=16, help="rank r of the adapters")
+
+
+def full_options(parser: argparse.ArgumentParser) -> None:
+    """What the examples that train every parameter set differently."""
+    parser.set_defaults(lr=1e-4)
+
+
+def arguments(
+    description: str,
+    output: str,
+    argv: list[str] | None = None,
+    options: Callable[[argparse.ArgumentParser], None] = lora_options,
+) -> argparse.Namespace:
+    """The command line. A mistake in it is reported by rank 0 alone and ends every rank with status 2.
+
+    ``options`` adds what the example alone has.
+    """
     parser = _RankZeroParser(
         description=description.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    add, count = parser.add_argument, _above_zero(int)
+    add, count = parser.add_argument, above_zero(int)
     add("--model", default=SMOLLM2, help=MODEL_HELP)
     add("--data", default=PYDOC, help=DATA_HELP)
     add("--optim", default="bnb_fsdp_adamw8bit", help="a name from bnb_fsdp.optimizer_names()")
-    add("--lr", type=_above_zero(float), default=5e-4, help="learning rate")
+    add("--lr", type=above_zero(float), default=5e-4, help="learning rate")
     add("--steps", type=count, default=30, help="optimizer steps")
     add("--batch-size", type=count, default=1, help="samples per rank and step")
     add("--seq-len", type=count, default=256, help="tokens per sample: longer ones are cut, others padded")
     add("--held-out", type=count, default=8, help="samples from the end of the data, only evaluated")
-    add("--lora-rank", type=count, default=16, help="rank r of the adapters")
-    add("--seed", type=int, default=0, help="seeds the adapters and the order of the samples")
-    add("--output", type=Path, default=Path(output), help="folder for the adapter")
+    add("--seed", type=int, default=0, help="seeds the order of the samples, and adapters")
+    add("--output", type=Path, default=Path(output), help="folder for what is saved")
+    options(parser)
     args = parser.parse_args(argv)
     try:
         bnb_fsdp.optimizer_class(args.optim)
@@ -98,7 +117,9 @@ def _is_rank_zero() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def _above_zero(kind: type) -> Callable[[str], Any]:
+def above_zero(kind: type) -> Callable[[str], Any]:
+    """The type of an option that takes a finite number above 0."""
+
     def convert(text: str) -> Any:
         try:
             value = kind(text)
@@ -119,6 +140,18 @@ class Process:
     rank: int
     world: int
     device: torch.device
+    tensor_ranks: int = 1
+    """Neighbouring ranks that share one model by tensor parallelism and so need the same samples."""
+
+    @property
+    def replica(self) -> int:
+        """Which share of the samples is this rank's."""
+        return self.rank // self.tensor_ranks
+
+    @property
+    def replicas(self) -> int:
+        """How many shares of the samples there are."""
+        return self.world // self.tensor_ranks
 
     def say(self, text: str) -> None:
         """Print once, with the seconds since the start: every rank runs the same program."""
@@ -134,9 +167,10 @@ class Process:
 
 
 @contextmanager
-def processes() -> Iterator[Process]:
+def processes(offload: bool = False) -> Iterator[Process]:
     """Join the ranks that torchrun started, or be the only one; NCCL where there is a GPU, else gloo.
 
+    ``offload`` adds gloo for tensors on the CPU beside NCCL: collectives on offloaded parameters need it.
     Ctrl-C ends a rank at once: waiting for the others would only print one traceback per rank.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -150,7 +184,7 @@ def processes() -> Iterator[Process]:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        backend, device_id = "nccl", device
+        backend, device_id = "cpu:gloo,cuda:nccl" if offload else "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
     if "RANK" in os.environ:
@@ -207,21 +241,21 @@ def _smollm2_file() -> Path | None:
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
-def load_model(source: Source, device: torch.device) -> Any:
-    """The base model on the CPU, float32 for a CPU and bfloat16 for CUDA. Every call gives the same weights.
+def load_model(source: Source, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The model on the CPU, float32 for a CPU and bfloat16 for CUDA unless given. Every call gives the same weights.
 
     Each rank loads for itself: they do it at the same time, so broadcasting from one would not be quicker.
     """
     import transformers
 
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if source.kind == TINY:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = transformers.LlamaForCausalLM(_tiny_config()).to(dtype)
     elif source.kind == SMOLLM2:
         file = Path(source.name)
-        with _no_progress_bars():
+        with no_progress_bars():
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 file.parent, gguf_file=file.name, dtype=dtype
             )
@@ -254,7 +288,8 @@ def _tiny_config() -> Any:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from showing bars for reading and writing models."""
     # The bars for reading GGUF come from tqdm directly, once per rank, and cannot be turned off otherwise.
     import tqdm.auto
     import transformers.utils.logging as log
@@ -362,7 +397,7 @@ def encoder(source: Source) -> Encode:
 
     if source.kind == SMOLLM2:
         file = Path(source.name)
-        with _no_progress_bars():
+        with no_progress_bars():
             tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     else:
         tokenizer = _from_pretrained(transformers.AutoTokenizer, source.name)
@@ -428,8 +463,8 @@ def held_out_loss(model: Any, data: ChatData, process: Process) -> float:
     training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)
-    for first in range(0, len(data), process.world):
-        index = first + process.rank
+    for first in range(0, len(data), process.replicas):
+        index = first + process.replica
         # Sharded layers are gathered by all ranks together, so a rank without a sample computes one in vain.
         sample = {key: value[None].to(process.device) for key, value in data[index % len(data)].items()}
         tokens = (sample["labels"] != IGNORED).sum().item() if index < len(data) else 0
@@ -441,6 +476,61 @@ def held_out_loss(model: Any, data: ChatData, process: Process) -> float:
     return (total[0] / total[1]).item()
 
 
+# --- training ---------------------------------------------------------------------------------------
+
+
+def precision(process: Process) -> MixedPrecisionPolicy:
+    """On a GPU float32 parameters are gathered and computed with in bfloat16; on a CPU all is float32."""
+    if process.device.type == "cpu":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _backward(loss: Tensor) -> None:
+    loss.backward()
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    data: ChatData,
+    args: argparse.Namespace,
+    process: Process,
+    *,
+    first: int = 0,
+    last: int | None = None,
+    backward: Callable[[Tensor], None] = _backward,
+) -> tuple[float, float]:
+    """Run the steps ``first`` to ``last`` (all ``args.steps``) and print the loss now and then.
+
+    Returns the seconds that they took, and those of them that passed in ``optimizer.step()``.
+    """
+    last = args.steps if last is None else last
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed)).tolist()
+    model.train()
+    recent, reported = torch.zeros((), device=process.device), first
+    started, stepping = time.perf_counter(), 0.0
+    for step in range(first, last):
+        # Each share has its own samples of a step; after the last sample comes the first again.
+        begin = (step * process.replicas + process.replica) * args.batch_size
+        rows = [data[order[i % len(data)]] for i in range(begin, begin + args.batch_size)]
+        batch = {key: torch.stack([row[key] for row in rows]).to(process.device) for key in rows[0]}
+        loss = model(**batch).loss
+        backward(loss)
+        before = time.perf_counter()
+        optimizer.step()
+        stepping += time.perf_counter() - before
+        optimizer.zero_grad()
+        recent += loss.detach()
+        if (step + 1) % max(1, args.steps // 5) == 0 or step + 1 == last:
+            dist.all_reduce(recent)
+            mean = recent.item() / process.world / (step + 1 - reported)
+            process.say(f"step {step + 1} of {args.steps}: mean loss since step {reported}: {mean:.4f}")
+            reported = step + 1
+            recent.zero_()
+    return time.perf_counter() - started, stepping
+
+
 # --- report -----------------------------------------------------------------------------------------
 
 
@@ -448,6 +538,8 @@ def parameter_line(model: Any) -> str:
     """How many parameters there are, and how many of them train."""
     total = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if trainable == total:
+        return f"parameters: {total:,}, all of them trained"
     return f"parameters: {total:,}, of which LoRA trains {trainable:,} ({trainable / total:.1%})"
 
 
@@ -455,16 +547,19 @@ def say_state(optimizer: Any, process: Process) -> None:
     """Print what the optimizer keeps, and its bytes against float32."""
     report = bnb_fsdp.describe(optimizer)
     process.say(f"optimizer state\n{report}")
-    share = report.total_state_bytes / report.total_float32_bytes
+    # Not the report's own totals, which count a parameter on the ranks of its mesh: other meshes may have copies.
+    total = torch.tensor([report.state_bytes, report.float32_bytes], device=process.device)
+    dist.all_reduce(total)
+    state, float32 = total.tolist()
     process.say(
-        f"optimizer state over all ranks: {report.total_state_bytes:,} bytes, {share:.0%} of the "
-        f"{report.total_float32_bytes:,} bytes of float32 state"
+        f"optimizer state over all ranks: {state:,} bytes, {state / float32:.0%} of the {float32:,} bytes of "
+        "float32 state"
     )
 
 
 def say_speed(args: argparse.Namespace, seconds: float, process: Process) -> None:
     """Print the tokens that went through the model, padding included, per second."""
-    tokens = args.steps * args.batch_size * args.seq_len * process.world
+    tokens = args.steps * args.batch_size * args.seq_len * process.replicas
     process.say(
         f"speed: {tokens / seconds:,.0f} tokens per second on all ranks, {seconds / args.steps:.2f} s a step"
     )
@@ -484,3 +579,37 @@ def check_reloaded(reloaded: float, trained: float, process: Process) -> None:
     if abs(reloaded - trained) > 1e-3 * abs(trained):
         raise SystemExit("error: the reloaded adapter is not the trained one: its held-out loss differs.")
     process.say("the saved adapter gives the same held-out loss")
+
+
+def checkpoint_folder(args: argparse.Namespace, step: int, process: Process) -> Path:
+    """A folder in ``--output`` that does not exist yet: a checkpoint never replaces another."""
+    folder = args.output / f"step-{step}"
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = args.output / f"step-{step}-run-{number}"
+    dist.barrier()  # no rank looks after another has begun to write
+    if number > 1:
+        process.say(
+            f"{args.output} has the checkpoint of an earlier run, so this one's name ends in -run-{number}"
+        )
+    return folder
+
+
+def say_saved(folder: Path, process: Process) -> None:
+    """Print what a checkpoint consists of."""
+    files = [file for file in folder.rglob("*") if file.is_file()] if process.rank == 0 else []
+    size = sum(file.stat().st_size for file in files)
+    process.say(f"checkpoint saved in {folder}: {len(files)} files, {size:,} bytes")
+
+
+def check_resumed(resumed: float, uninterrupted: float, step: int, process: Process) -> None:
+    """Print the loss of the resumed run; exit with status 1 if it is not that of the uninterrupted one."""
+    process.say(
+        f"held-out loss after resuming at step {step}: {resumed:.4f} (uninterrupted: {uninterrupted:.4f})"
+    )
+    # On a CPU the two are equal to the bit; kernels on a GPU may sum in another order, step after step.
+    tolerance = 1e-2 if process.device.type == "cuda" else 1e-6
+    if not abs(resumed - uninterrupted) <= tolerance * abs(uninterrupted):
+        raise SystemExit("error: the resumed run is not the uninterrupted one: its held-out loss differs.")
+    process.say("the resumed run ends where the uninterrupted one did")
