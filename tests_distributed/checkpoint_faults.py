@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -125,6 +126,19 @@ def _remove(name: str) -> Callable[[Path], None]:
     return lambda directory: (directory / name).unlink()
 
 
+class _Code:
+    def __reduce__(self) -> Any:
+        return sys.exit, ("code of a checkpoint was run",)
+
+
+def _with_code(directory: Path) -> None:
+    """A description that runs code when it is unpickled, with a sound checksum."""
+    data = pickle.dumps(_Code())
+    (directory / ".metadata").write_bytes(data)
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    _edit(lambda m: m["files"].update({".metadata": entry}))(directory)
+
+
 def faults() -> Iterator[Fault]:
     """Every fault of a single checkpoint."""
     for name in ("__0_0.distcp", ".metadata", "extra_0.pt"):
@@ -164,6 +178,8 @@ def faults() -> Iterator[Fault]:
         {"path": ".saved.partial-0000"},
         "interrupted save",
     )
+    yield "the only checkpoint of a folder damaged", _cut("bnb_fsdp.json", 40), {"path": "."}, "no complete"
+    yield ".metadata that runs code", _with_code, {}, "it refers to sys.exit"
     yield "no such directory", lambda d: shutil.rmtree(d), {}, "no such checkpoint"
     yield "an empty directory", lambda d: [f.unlink() for f in d.iterdir()] and None, {}, "has no files"
 

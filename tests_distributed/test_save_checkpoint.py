@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import bnb_fsdp
+from bnb_fsdp import cli
 
 FAULTS = {fault[0]: fault for fault in checkpoint_faults.faults()}
 CUT = {"a": (64, 512), "b": (36, 300), "c": (12, 20, 92), "d": (8, 1792), "e": (512, 12), "f": (5,)}
@@ -222,8 +228,445 @@ def test_the_newest_k_are_kept_and_leftovers_removed(tmp_path: Path) -> None:
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-11", "step-8"]
     assert bnb_fsdp.load_checkpoint(tmp_path, model, optimizer) == {"number": 11}
-    (tmp_path / "step-11" / "bnb_fsdp.json").write_text("{")
-    assert bnb_fsdp.load_checkpoint(tmp_path, model, optimizer) == {"number": 8}
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None], seal: bool = True) -> None:
+    """Change a manifest, and its checksum if ``seal``."""
+    values = json.loads((path / "bnb_fsdp.json").read_text())
+    change(values)
+    if seal:
+        del values["sha256"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        values["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "bnb_fsdp.json").write_text(json.dumps(values))
+
+
+def reseal(path: Path, name: str) -> None:
+    """Give a changed file its checksum in the manifest."""
+    data = (path / name).read_bytes()
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite(path, lambda values: values["files"].update({name: entry}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: (path / "bnb_fsdp.json").write_text("{"), "is damaged"),
+        (lambda path: rewrite(path, lambda m: m.update(sequence=0), seal=False), "its own checksum differs"),
+        (lambda path: rewrite(path, lambda m: m.update(version=9)), "Install a newer"),
+        (lambda path: (path / "bnb_fsdp.json").unlink(), "has no bnb_fsdp.json"),
+    ],
+    ids=["a cut manifest", "another sequence", "a newer format", "no manifest"],
+)
+def test_a_damaged_newest_checkpoint_is_not_passed_over(
+    tmp_path: Path, damage: Callable[[Path], Any], reason: str
+) -> None:
+    model, optimizer = trained()
+    for number in (1, 2):
+        bnb_fsdp.save_checkpoint(tmp_path / f"step-{number}", model, optimizer, extra={"number": number})
+    damage(tmp_path / "step-2")
+    with pytest.raises(bnb_fsdp.CheckpointError) as caught:
+        bnb_fsdp.load_checkpoint(tmp_path, model, optimizer)
+    assert reason in str(caught.value) and f"load {tmp_path / 'step-1'} by its own path" in str(caught.value)
+    assert bnb_fsdp.load_checkpoint(tmp_path / "step-1", model, optimizer) == {"number": 1}
+    path = bnb_fsdp.save_checkpoint(tmp_path / "step-3", model, optimizer, extra={"number": 3}, keep=2)
+    assert json.loads((path / "bnb_fsdp.json").read_text())["sequence"] >= 2
+    assert bnb_fsdp.load_checkpoint(tmp_path, model, optimizer) == {"number": 3}  # the damaged one is older
+    assert (tmp_path / "step-2").is_dir()
+
+
+def test_only_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = bnb_fsdp.save_checkpoint(tmp_path / "step-1", model, optimizer)
+    rewrite(path, lambda m: m.update(version=9))
+    with pytest.raises(bnb_fsdp.CheckpointError, match=r"no complete checkpoint: .*step-1 has format 9"):
+        bnb_fsdp.load_checkpoint(tmp_path, model, optimizer)
+    path = bnb_fsdp.save_checkpoint(tmp_path / "step-2", model, optimizer)
+    assert json.loads((path / "bnb_fsdp.json").read_text())["sequence"] == 2
+
+
+def test_links_and_converted_copies_are_not_counted(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    for number in (1, 2, 3):
+        bnb_fsdp.save_checkpoint(
+            tmp_path / f"step-{number}", model, optimizer, extra={"number": number}, keep=2
+        )
+        (tmp_path / "latest").unlink(missing_ok=True)
+        (tmp_path / "latest").symlink_to(f"step-{number}")
+        if number == 2:
+            for to in ("torch", "bnb_fsdp"):
+                arguments = [
+                    "checkpoint",
+                    "convert",
+                    tmp_path / "step-2",
+                    tmp_path / f"copy-{to}",
+                    "--to",
+                    to,
+                ]
+                assert cli.main(list(map(str, arguments))) == 0
+            assert bnb_fsdp.load_checkpoint(tmp_path, model, optimizer) == {"number": 2}
+    names = {"latest", "step-2", "step-3", "copy-torch", "copy-bnb_fsdp"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    bnb_fsdp.save_checkpoint(tmp_path / "step-4", model, optimizer, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-3", "step-4", "copy-torch"}
+    assert bnb_fsdp.load_checkpoint(tmp_path / "latest", model, optimizer) == {"number": 3}
+
+
+def test_what_others_are_writing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bnb_fsdp.checkpoint import manifest
+
+    model, optimizer = trained()
+    writing, lock = manifest.staging(tmp_path / "other")
+    assert lock is not None
+    bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer, keep=1)
+    assert writing.is_dir()
+    os.close(lock)
+    bnb_fsdp.save_checkpoint(tmp_path / "two", model, optimizer, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+    def unsupported(*args: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(manifest.fcntl, "flock", unsupported)
+    names = [".fresh.partial-00", ".old.partial-00", ".gone.deleted-00"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / names[1] / "file").touch()
+    for path in (tmp_path / names[1] / "file", tmp_path / names[1]):
+        os.utime(path, (path.stat().st_mtime - 3700,) * 2)
+    bnb_fsdp.save_checkpoint(tmp_path / "three", model, optimizer, keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"three", ".fresh.partial-00"}
+
+
+def test_a_conversion_in_progress_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bnb_fsdp.checkpoint import convert
+
+    model, optimizer = trained()
+    bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    add = convert._add_manifest
+
+    def meanwhile(*args: Any) -> None:
+        bnb_fsdp.save_checkpoint(tmp_path / "two", model, optimizer, keep=3)
+        add(*args)
+
+    monkeypatch.setattr(convert, "_add_manifest", meanwhile)
+    arguments = ["checkpoint", "convert", tmp_path / "one", tmp_path / "out", "--to", "torch"]
+    assert cli.main(list(map(str, arguments))) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "out"}
+
+
+def refusing(method: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``method`` of paths that contain ``text`` raises, as it does for who may not: root may everything."""
+    original = getattr(Path, method)
+
+    def refuse(self: Path, *args: Any) -> Any:
+        if text in str(self):
+            raise PermissionError(13, "Permission denied", str(self))
+        return original(self, *args)
+
+    monkeypatch.setattr(Path, method, refuse)
+
+
+def test_a_directory_one_may_not_enter_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    (tmp_path / "lost+found").mkdir()
+    refusing("is_file", "lost+found/", monkeypatch)
+    bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer, extra={"number": 1}, keep=1)
+    assert bnb_fsdp.load_checkpoint(tmp_path, model, optimizer) == {"number": 1}
+
+
+def test_what_cannot_be_removed_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained()
+    bnb_fsdp.save_checkpoint(tmp_path / "step-1", model, optimizer)
+    refusing("rename", "step-1", monkeypatch)
+    for number in (2, 3):
+        bnb_fsdp.save_checkpoint(tmp_path / f"step-{number}", model, optimizer, keep=1)
+        assert "step-1: [Errno 13] Permission denied" in caplog.text
+        caplog.clear()
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-3"}
+
+
+GROUPS = {"first": [None, 0, 1], "middle": [0, None, 1], "last": [0, 1, None], "two": [None, 0, None, 1]}
+
+
+@pytest.mark.parametrize("place", GROUPS)
+def test_a_group_without_parameters_may_be_anywhere(tmp_path: Path, place: str) -> None:
+    def build() -> tuple[nn.Module, Any]:
+        model = Model()
+        parts = [[model.get_parameter("large"), model.get_parameter("small")], [model.get_parameter("odd")]]
+        groups = [
+            {"params": [] if part is None else parts[part], "lr": 0.01 * (index + 1)}
+            for index, part in enumerate(GROUPS[place])
+        ]
+        return model, bnb_fsdp.AdamW8bit(groups)
+
+    model, optimizer = build()
+    train(model, optimizer, 0)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    fresh, fresh_optimizer = build()
+    bnb_fsdp.load_checkpoint(tmp_path / "one", fresh, fresh_optimizer)
+    assert same(contents(model, optimizer), contents(fresh, fresh_optimizer))
+
+
+def test_a_failure_after_loading_began_says_so(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    last = max(metadata.storage_data.values(), key=lambda info: info.offset)
+    with (path / last.relative_path).open("r+b") as file:
+        file.seek(last.offset)
+        file.write(bytes(60))
+    with pytest.raises(bnb_fsdp.CheckpointError, match="may have been partly overwritten: load another"):
+        bnb_fsdp.load_checkpoint(path, model, optimizer, verify=False)
+
+
+def test_a_momentum_that_reached_zero_loads(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Any]:
+        model = Model()
+        return model, bnb_fsdp.SGD8bit(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = build()
+    train(model, optimizer, 0)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    fresh, fresh_optimizer = build()
+    bnb_fsdp.load_checkpoint(tmp_path / "one", fresh, fresh_optimizer)
+    assert fresh_optimizer.param_groups[0]["momentum"] == 0.0
+    assert same(contents(model, optimizer), contents(fresh, fresh_optimizer))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lr", float("nan"), "lr=nan must be finite"),
+        ("betas", (0.9, 1.0), r"betas=\(0.9, 1.0\)"),
+        ("note", Path("x"), "'note' of a parameter group is a PosixPath, .*it refers to pathlib"),
+    ],
+)
+def test_groups_that_could_not_be_loaded_are_refused_when_they_are_saved(
+    tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(bnb_fsdp.CheckpointError, match=message):
+        bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_refuses_its_state_dict_is_found_before_anything_changes(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    train(model, optimizer, 9)
+    before = contents(model, optimizer)
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("not this one")
+
+    model.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(bnb_fsdp.CheckpointError, match=r"checking .*one failed: RuntimeError: not this one$"):
+        bnb_fsdp.load_checkpoint(path, model, optimizer)
+    assert same(before, contents(model, optimizer))
+
+
+def test_state_of_what_is_frozen_at_the_moment_is_loaded(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    model.get_parameter("large").requires_grad_(False)
+    path = bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    wanted = contents(model, optimizer)
+    for frozen in (True, False):
+        fresh, fresh_optimizer = trained(steps=0)
+        fresh.get_parameter("large").requires_grad_(not frozen)
+        bnb_fsdp.load_checkpoint(path, fresh, fresh_optimizer)
+        assert same(wanted, contents(fresh, fresh_optimizer))
+    bnb_fsdp.load_checkpoint(path, model, optimizer)  # a rollback
+    assert same(wanted, contents(model, optimizer))
+    # Refused for another reason, nothing of it stays.
+    (path / "extra_0.pt").write_bytes(b"x")
+    reseal(path, "extra_0.pt")
+    fresh, fresh_optimizer = trained(steps=0)
+    fresh.get_parameter("large").requires_grad_(False)
+    with pytest.raises(bnb_fsdp.CheckpointError, match="extra cannot be read back"):
+        bnb_fsdp.load_checkpoint(path, fresh, fresh_optimizer)
+    assert fresh.get_parameter("large") not in fresh_optimizer.state
+
+
+@pytest.mark.parametrize("saved_as", [float, torch.tensor])
+@pytest.mark.parametrize("built_as", [float, torch.tensor])
+def test_learning_rates_are_loaded_as_they_were_saved(tmp_path: Path, saved_as: Any, built_as: Any) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = saved_as(0.25)
+    path = bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    rate = built_as(0.5)
+    optimizer.param_groups[0]["lr"] = rate
+    bnb_fsdp.load_checkpoint(path, model, optimizer)
+    found = optimizer.param_groups[0]["lr"]
+    assert float(found) == 0.25 and isinstance(found, Tensor) == (saved_as is torch.tensor)
+    assert float(rate) == 0.5  # not written into
+
+
+def test_a_scheduler_may_come_before_or_after_the_load(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    plain = bnb_fsdp.save_checkpoint(tmp_path / "plain", model, optimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    scheduled = bnb_fsdp.save_checkpoint(tmp_path / "scheduled", model, optimizer)
+    bnb_fsdp.load_checkpoint(plain, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["initial_lr"] == 0.01
+    fresh, fresh_optimizer = trained()
+    bnb_fsdp.load_checkpoint(scheduled, fresh, fresh_optimizer)
+    assert fresh_optimizer.param_groups[0]["lr"] == 0.005
+    assert fresh_optimizer.param_groups[0]["initial_lr"] == 0.01
+
+
+def test_a_model_that_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    other = bnb_fsdp.AdamW8bit([*model.parameters(), nn.Parameter(torch.ones(300))])
+    meta = Model().to("meta")
+    for call in (bnb_fsdp.save_checkpoint, bnb_fsdp.load_checkpoint):
+        with pytest.raises(
+            ValueError, match=r"parameter 3 of group 0 \(shape \(300,\)\) of the optimizer is not in"
+        ):
+            call(tmp_path / "two", model, other)
+        with pytest.raises(ValueError, match=r"large of the model is on the meta device.*to_empty"):
+            call(tmp_path / "two", meta, bnb_fsdp.AdamW8bit(meta.parameters()))
+    wrapped = nn.DataParallel(Model())
+    with pytest.raises(bnb_fsdp.CheckpointError, match=r"all names differ by 'module.'.*give its .module"):
+        bnb_fsdp.load_checkpoint(path, wrapped, bnb_fsdp.AdamW8bit(wrapped.parameters()))
+    # Another grouping is told of as such, not by the bits that go with it.
+    groups = [{"params": [model.get_parameter("odd")]}, {"params": [model.get_parameter("large")]}]
+    with pytest.raises(
+        bnb_fsdp.CheckpointError, match=r"parameter groups of \[3\] parameters, the optimizer of \[1, 1\]"
+    ):
+        bnb_fsdp.load_checkpoint(path, model, bnb_fsdp.AdamW8bit(groups))
+
+
+class Dangerous:
+    def __init__(self, trap: Path) -> None:
+        self.trap = trap
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.trap),)
+
+
+class WithExtraState(Model):
+    value: Any = 1
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though who wrote it gave it sound checksums."""
+    trap = tmp_path / "trap"
+    model = WithExtraState()
+    optimizer = optimizer_for(model)
+    path = bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    good = pickle.dumps(metadata)
+    metadata.planner_data["x"] = Dangerous(trap)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path, ".metadata")
+    with pytest.raises(bnb_fsdp.CheckpointError, match=r"\.metadata is damaged: it refers to posix.mkdir"):
+        bnb_fsdp.load_checkpoint(path, model, optimizer)
+    (path / ".metadata").write_bytes(good)
+    reseal(path, ".metadata")
+    assert bnb_fsdp.load_checkpoint(path, model, optimizer) == {}
+    with pytest.raises(bnb_fsdp.CheckpointError, match="_extra_state of the model is a Dangerous"):
+        model.value = Dangerous(trap)
+        bnb_fsdp.save_checkpoint(tmp_path / "two", model, optimizer)
+    monkeypatch.setattr("bnb_fsdp.checkpoint.directory._check_loadable", lambda *args: None)
+    path = bnb_fsdp.save_checkpoint(tmp_path / "two", model, optimizer)
+    model.value = 1
+    with pytest.raises(
+        bnb_fsdp.CheckpointError, match=r"_extra_state cannot be read: it refers to posix.mkdir"
+    ):
+        bnb_fsdp.load_checkpoint(path, model, optimizer)
+    assert not trap.exists() and model.value == 1
+
+
+def differ(folder: str) -> dict[str, Any]:
+    """What ranks get that do not agree."""
+    rank = dist.get_rank()
+    model = sharded(0)
+    optimizer = optimizer_for(model)
+    train(model, optimizer, 0)
+    plain = Model()
+    plain_optimizer = optimizer_for(plain)
+    train(plain, plain_optimizer, 0)
+    found: dict[str, Any] = {}
+
+    def attempt(label: str, call: Callable[[], Any]) -> None:
+        try:
+            found[label] = str(call())
+        except (ValueError, bnb_fsdp.CheckpointError) as error:
+            found[label] = f"{type(error).__name__}: {error}"
+
+    def save(name: str, **kwargs: Any) -> Path:
+        return bnb_fsdp.save_checkpoint(f"{folder}/{name}", model, optimizer, **kwargs)
+
+    attempt("extra", lambda: save("a", extra=[1] if rank else {}))
+    attempt("keep", lambda: save("a", keep=None if rank else 3))
+    attempt("frozen", lambda: save("a", frozen=rank == 0))
+    attempt("optimizer", lambda: bnb_fsdp.load_checkpoint(folder, model, None if rank else optimizer))  # type: ignore[arg-type]
+    alone = dist.new_group([1])
+    attempt("group", lambda: save(f"g{rank}", process_group=alone) if rank == 0 else "in it")
+    attempt("path", lambda: save(f"rank{rank}"))
+    attempt("alike", lambda: bnb_fsdp.save_checkpoint(f"{folder}/plain", plain, plain_optimizer))
+    if rank == 1:
+        plain_optimizer.state[plain.get_parameter("odd")]["state1"][3, 4] += 1
+    attempt("state", lambda: bnb_fsdp.save_checkpoint(f"{folder}/apart", plain, plain_optimizer))
+    # Gradients of zeros on one rank alone are gradients all the same.
+    tiny = sharded(0, {"f": (1, 300)})
+    lazy = optimizer_for(tiny)
+    lazy.param_groups[0]["lr"] = 0.0
+    for parameter in parameters_of(tiny):
+        parameter.grad = parameter.detach().clone()
+    lazy.step(closure=None)
+    found["steps"] = [float(lazy.state[p]["step"]) for p in parameters_of(tiny)]
+    # A sharded parameter without state in the dict is told of.
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bnb_fsdp").addHandler(handler)
+    state = optimizer.state_dict()
+    del state["state"][2]
+    optimizer.load_state_dict(state)
+    found["absent"] = [
+        text for text in records if "no state for 1 parameters" in text and "start afresh" in text
+    ]
+    return found
+
+
+def test_ranks_that_do_not_agree_are_told_so_at_once(tmp_path: Path) -> None:
+    first, second = ranks.run(2, differ, str(tmp_path), timeout=60)
+    assert (
+        first["extra"] == "ValueError: save_checkpoint failed on rank 1 of 2: extra must be a dict, got list."
+    )
+    assert first["keep"] == "ValueError: keep must be the same on every rank, got [3, None]."
+    assert first["frozen"] == "ValueError: frozen must be the same on every rank, got [True, False]."
+    assert "on rank 1 of 2: optimizer is a NoneType" in first["optimizer"]
+    assert first["group"].startswith("ValueError: rank 0 is not in process_group")
+    assert first["path"] == second["path"] == str(tmp_path / "rank0")
+    assert first["alike"] == str(tmp_path / "plain")
+    assert (
+        "optimizer.state.odd.state1.adam_8bit_256 is a plain tensor that differs between rank 0 and"
+        in first["state"]
+    )
+    assert first["steps"] == second["steps"] == [1.0]
+    assert len(first["absent"]) == len(second["absent"]) == 1
+    assert {key: value for key, value in first.items() if key != "group"} == {
+        key: value for key, value in second.items() if key != "group"
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0", "plain"}
 
 
 def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
@@ -259,6 +702,21 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     model, optimizer = trained()
     monkeypatch.setattr(directory, "_publish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_tensors_are_written_is_no_other_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model, optimizer = trained()
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bnb_fsdp.save_checkpoint(tmp_path / "one", model, optimizer)
     assert list(tmp_path.iterdir()) == []
