@@ -193,7 +193,7 @@ def test_a_rule_without_norms_says_so() -> None:
     alone = slot("p", 0, torch.randn(300), rules.LION, 32)
     key = BucketKey("lion", 32, torch.float32, torch.float32, torch.device("cpu"))
     bucket = cpu.CpuBackend().bucket(key, rules.LION, [alone])
-    with pytest.raises(RuntimeError, match="lion norms .*lion has no update norm"):
+    with pytest.raises(RuntimeError, match=r"lion norms .*lion has no update norm"):
         bucket.norms([torch.randn(300)], GROUPS)
 
 
