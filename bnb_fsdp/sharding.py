@@ -40,6 +40,12 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
+def could_be_exchanged(parameters: Iterable[Tensor]) -> bool:
+    """Whether these may be what a model had before `fully_shard`: plain, in a program of several ranks."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and not any(map(is_sharded, parameters))
+
+
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether both are plain, or both DTensors of one mesh and placements, so that their shards pair up."""
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):

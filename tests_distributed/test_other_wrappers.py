@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import ranks
 import torch
@@ -52,6 +54,34 @@ def test_fsdp1_is_refused_with_what_to_do_instead(original: bool) -> None:
         for when in ("after", "before") if original else ("after",):
             assert "a parameter of FSDP1" in errors[when] and "fully_shard(model)" in errors[when], errors
         assert errors.get("state", "0") == "0"
+
+
+def made_too_early(sharded_first: bool) -> list[str]:
+    """Warnings of two steps of an optimizer made before or after `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    if sharded_first:
+        fully_shard(net)
+    optimizer = bnb_fsdp.AdamW8bit(net.named_parameters())
+    if not sharded_first:
+        fully_shard(net)
+    loss(net, 0, dist.get_rank()).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    return [str(warning.message) for warning in caught if "fully_shard" in str(warning.message)]
+
+
+def test_an_optimizer_made_before_fully_shard_says_so_once() -> None:
+    for texts in ranks.run(2, made_too_early, False):
+        assert len(texts) == 1
+        assert (
+            "none of the 4 parameters has a gradient" in texts[0]
+            and "make the optimizer after it" in texts[0]
+        )
+    assert ranks.run(2, made_too_early, True) == [[], []]
 
 
 def ddp() -> bool:

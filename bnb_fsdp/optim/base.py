@@ -228,6 +228,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         plan = Plan(self)
         try:
             if plan.gather(self):
+                self._warn_if_stale(plan)
                 return plan
             raise RuntimeError(
                 "parameters, gradients or state changed during step(); do not share an optimizer between threads."
@@ -235,6 +236,18 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         except Exception:
             plan.discard_fresh_state()
             raise
+
+    def _warn_if_stale(self, plan: Plan) -> None:
+        """Say so if this optimizer seems to have been made before `fully_shard`, which exchanges parameters."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if parameters and not plan.has_gradients() and sharding.could_be_exchanged(parameters):
+            warnings.warn(
+                f"{type(self).__name__}.step(): none of the {len(parameters)} parameters has a gradient, and all are "
+                "plain tensors. fully_shard exchanges a model's parameters: make the optimizer after it (with "
+                "accelerate: let prepare() have both before the first step).",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _drop_plan(self) -> None:
         if self._plan is not None:

@@ -301,6 +301,12 @@ class Plan:
                 bucket.gradients[item.index] = local
         return True
 
+    def has_gradients(self) -> bool:
+        """Whether `gather` found any."""
+        if self._found is not None:
+            return self._found > 0
+        return any(gradient is not None for bucket in self._buckets for gradient in bucket.gradients)
+
     def run(self, hypers: Sequence[Hyper], trusts: Sequence[Trust | None]) -> None:
         """Step every bucket with the gradients `gather` collected, and let go of them.
 
