@@ -44,6 +44,11 @@ def from_torch(where: str, kind: str, group: Mapping[str, Any]) -> dict[str, Any
     for key in ("lr", *_NEEDED[kind]):
         if key not in result:
             raise ValueError(f"{where} lacks {key!r}: it was not saved by {TORCH[kind].name}.")
+    if kind == "momentum" and result["momentum"] == 0:
+        raise ValueError(
+            f"{where} has momentum={result['momentum']!r}: without momentum there is no state to take over; make a new "
+            "optimizer."
+        )
     return _with_tuple(result)
 
 
