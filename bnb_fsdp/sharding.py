@@ -211,25 +211,25 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class _Reduction(NamedTuple):
-    """One mesh: the process groups to add over, one after the other, and which rows of which buckets count.
+    """One mesh: the process groups to add over, one after the other, and which rows of ``buckets``, joined, count.
 
-    ``weights`` are 1, or 0 for a shard that another rank of the groups holds too and counts. ``order`` sorts the rows
-    as every rank does, whatever its buckets.
+    ``rows`` are in an order that all ranks share. ``weights`` are 1, or 0 for a shard that another rank of the groups
+    holds too and counts.
     """
 
     device_type: str
     groups: list[Any]
-    rows: list[tuple[int, list[int]]]
+    buckets: list[int]
+    rows: list[int]
     weights: list[float]
-    order: list[int]
 
 
 def sums_over_shards(
-    parameters: Sequence[Sequence[Tensor]], positions: Sequence[Sequence[int]]
+    parameters: Sequence[Sequence[Tensor]], positions: Sequence[Sequence[Any]]
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """A function that adds what every rank computed of its shards, for parameters in buckets.
 
-    ``positions`` number the parameters alike on all ranks, whose buckets may differ (a gradient that is missing on one
+    ``positions`` sort the parameters alike on all ranks, whose buckets may differ (a gradient that is missing on one
     rank leaves its dtype to be guessed there).
 
     It takes a float32 tensor of (parameters, k) for each bucket, 0 where there is nothing to add, and returns the same
@@ -246,39 +246,37 @@ def sums_over_shards(
     by_mesh: dict[Any, list[tuple[int, int, DTensor]]] = {}
     for _, bucket, row, parameter in sorted(found, key=lambda entry: entry[0]):
         by_mesh.setdefault(parameter.device_mesh, []).append((bucket, row, parameter))
-    reductions = [made for made in itertools.starmap(_reduction, by_mesh.items()) if made.groups]
-    kept: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
+    sizes = list(map(len, parameters))
+    reductions = [_reduction(mesh, members, sizes) for mesh, members in by_mesh.items()]
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(sums: Sequence[Tensor]) -> list[Tensor]:
         result = list(sums)
-        for number, (device_type, groups, rows, weights, order) in enumerate(reductions):
-            device = sums[rows[0][0]].device
-            if (
-                device.type != device_type
-            ):  # CPUOffloadPolicy: what the mesh's backend can reduce is elsewhere
+        for number, (device_type, groups, buckets, rows, weights) in enumerate(reductions):
+            if not groups:
+                continue
+            device = sums[buckets[0]].device
+            if device.type != device_type:  # CPUOffloadPolicy: the mesh's backend reduces elsewhere
                 device = torch.device(device_type)
             if number not in kept:
-                where = [torch.tensor(index, device=sums[bucket].device) for bucket, index in rows]
                 factors = torch.tensor(weights, dtype=torch.float64, device=device)[:, None]
-                kept[number] = factors, torch.tensor(order, device=device), where
-            factors, sort, where = kept[number]
-            parts = [result[bucket][index].to(device) for (bucket, _), index in zip(rows, where)]
-            unsorted = torch.cat(parts).double()
-            packed = unsorted[sort] * factors
+                kept[number] = torch.tensor(rows, device=device), factors
+            index, factors = kept[number]
+            joined = torch.cat([result[bucket].to(device) for bucket in buckets]).double()
+            packed = joined[index] * factors
             for group in groups:
                 dist.all_reduce(packed, group=group)
-            packed = unsorted.index_copy_(0, sort, packed)
-            start = 0
-            for (bucket, index), at in zip(rows, where):
-                total = packed[start : start + len(index)].float().to(result[bucket].device)
-                result[bucket] = result[bucket].index_copy(0, at, total)
-                start += len(index)
+            whole = joined.index_copy_(0, index, packed).float()
+            parts = torch.split(whole, [sizes[bucket] for bucket in buckets])
+            for bucket, part in zip(buckets, parts):
+                result[bucket] = part.to(result[bucket].device)
         return result
 
     return add
 
 
-def _reduction(mesh: Any, members: list[tuple[int, int, DTensor]]) -> _Reduction:
+def _reduction(mesh: Any, members: list[tuple[int, int, DTensor]], sizes: Sequence[int]) -> _Reduction:
+    """For ``members``: (bucket, row in it, parameter), in the order that all ranks share."""
     cut = [
         dim
         for dim in range(mesh.ndim)
@@ -289,17 +287,15 @@ def _reduction(mesh: Any, members: list[tuple[int, int, DTensor]]) -> _Reduction
     else:
         groups, dims = [mesh.get_group(dim) for dim in cut], cut
     coordinate = mesh.get_coordinate()
-    rows: dict[int, list[int]] = {}
-    weights = []
-    for bucket, row, _ in members:
-        rows.setdefault(bucket, []).append(row)
-    packed = [(bucket, row) for bucket, index in rows.items() for row in index]
-    place = {entry: number for number, entry in enumerate(packed)}
-    for _, _, parameter in members:
+    buckets = sorted({bucket for bucket, *_ in members})
+    starts = itertools.accumulate((sizes[bucket] for bucket in buckets), initial=0)
+    first = dict(zip(buckets, starts))
+    rows, weights = [], []
+    for bucket, row, parameter in members:
+        rows.append(first[bucket] + row)
         copies = (dim for dim in dims if not hasattr(parameter.placements[dim], "dim"))
         weights.append(float(all(coordinate[dim] == 0 for dim in copies)))
-    order = [place[bucket, row] for bucket, row, _ in members]
-    return _Reduction(mesh.device_type, groups, list(rows.items()), weights, order)
+    return _Reduction(mesh.device_type, groups, buckets, rows, weights)
 
 
 def like(

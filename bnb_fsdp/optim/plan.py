@@ -35,7 +35,7 @@ class _Bucket:
         self.key = key
         self.slots: list[Slot] = []
         self.parameters: list[Tensor] = []
-        self.positions: list[int] = []  # of the parameters, counted through all groups
+        self.positions: list[tuple[int, int]] = []  # group and place in it, of the parameters
         self.gradients: list[Tensor | None] = []
         self.prepared: backends.Bucket
 
@@ -126,11 +126,7 @@ class Plan:
             bucket.prepared = backend.bucket(key, self._rule, bucket.slots)
         self._buckets = list(buckets.values())
         self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
-        self._scales = Scales(
-            [bucket.parameters for bucket in self._buckets],
-            [bucket.positions for bucket in self._buckets],
-            [[slot.group for slot in bucket.slots] for bucket in self._buckets],
-        )
+        self._scales: Scales | None = None
         self._fresh = fresh
         self._state.update(fresh)
         self._capturable = [group["capturable"] for group in self._groups]
@@ -196,7 +192,7 @@ class Plan:
             )
         )
         item.bucket.parameters.append(parameter if sharding.is_sharded(parameter) else self._twin(shard))
-        item.bucket.positions.append(sum(len(g["params"]) for g in self._groups[:index]) + position)
+        item.bucket.positions.append((index, position))
         item.bucket.gradients.append(None)
         return item
 
@@ -324,6 +320,12 @@ class Plan:
                     else:
                         norms.append(_by_pointer(bucket).norms_pointers(self._pointer(first), hypers))
                     first += len(bucket.slots)
+                if self._scales is None:
+                    self._scales = Scales(
+                        [bucket.parameters for bucket in self._buckets],
+                        [bucket.positions for bucket in self._buckets],
+                        [[slot.group for slot in bucket.slots] for bucket in self._buckets],
+                    )
                 scales = self._scales(norms, trusts, self._rule.name)
             for bucket, scale in zip(self._buckets, scales):
                 if self._found is None:

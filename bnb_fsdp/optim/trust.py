@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class Scales:
     def __init__(
         self,
         parameters: Sequence[Sequence[Tensor]],
-        positions: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[tuple[int, int]]],
         groups: Sequence[Sequence[int]],
     ) -> None:
         """By bucket: parameters (DTensors as they are), their places in the optimizer, their parameter groups."""
@@ -55,9 +56,9 @@ class Scales:
 
     def _scale(self, bucket: int, sums: Tensor, trusts: Sequence[Trust | None], law: str) -> Tensor:
         update, parameter = sums.sqrt().unbind(1)
-        published, limit, weight_decay, unlimited = self._settings(bucket, sums.device, trusts).unbind(0)
-        clipped = torch.where(update > limit * parameter, limit * parameter / update, 1.0)
-        clipped = torch.where((parameter > 0) & (unlimited == 0), clipped, 1.0)
+        published, limit, weight_decay = self._settings(bucket, sums.device, trusts).unbind(0)
+        is_clipped = (parameter > 0) & (update > limit * parameter)
+        clipped = torch.where(is_clipped, limit * parameter / update, 1.0)
         if law == "adam":
             ratio = parameter / update
         else:
@@ -66,16 +67,16 @@ class Scales:
         return torch.where(published > 0, ratio, clipped)
 
     def _settings(self, bucket: int, device: torch.device, trusts: Sequence[Trust | None]) -> Tensor:
-        """(4, slots) on the device; sent there again only if a group was changed."""
+        """(3, slots) on the device; sent there again only if a group was changed."""
         own = [trusts[group] for group in self._groups[bucket]]
         kept = self._kept.get(bucket)
         if kept is None or kept[0] != own:
             rows = [
-                (0.0, 0.0, 0.0, 1.0)
+                (0.0, math.inf, 0.0)
                 if trust is None
-                else (float(trust.published), trust.limit, trust.weight_decay, 0.0)
+                else (float(trust.published), trust.limit, trust.weight_decay)
                 for trust in own
             ]
-            table = torch.tensor(rows, dtype=torch.float32).view(-1, 4).t().contiguous()
+            table = torch.tensor(rows, dtype=torch.float32).view(-1, 3).t().contiguous()
             kept = self._kept[bucket] = own, table.to(device)
         return kept[1]
