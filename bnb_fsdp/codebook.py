@@ -22,6 +22,11 @@ BLOCK_SIZE = 256
 _NEGATIVE_MAX = -torch.finfo(torch.float32).max
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in memory order, of which blocks are made; shares storage."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
 def _round(x: float) -> float:
     """Round a double to the nearest float32."""
     return float(struct.unpack("<f", struct.pack("<f", x))[0])

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from . import sharding
+from .codebook import flat
 from .rules import RULES, Hyper, step8, step32
 from .state import PARAMETER_DTYPES, blocks
 
@@ -109,10 +110,6 @@ def _hyper(
     return Hyper(lr, beta1, beta2, beta3, alpha, eps, weight_decay, skip_zeros)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 def _step_torch(
     bits: int, rule: str, g: Tensor, p: Tensor, states: Sequence[Tensor], absmax: Sequence[Tensor], step: int,
     hyper: Hyper, scale: Tensor | None,
@@ -120,16 +117,16 @@ def _step_torch(
     """Devices without a native library: the rules themselves."""
     if scale is not None:
         hyper = hyper._replace(update_scale=float(scale))
-    flat_states = tuple(map(_flat, states))
+    flat_states = tuple(map(flat, states))
     if bits == 8:
-        new, codes, scales = step8(RULES[rule], hyper, step, _flat(g), _flat(p), flat_states, tuple(absmax))
+        new, codes, scales = step8(RULES[rule], hyper, step, flat(g), flat(p), flat_states, tuple(absmax))
         for old, value in zip((*flat_states, *absmax), (*codes, *scales)):
             old.copy_(value)
     else:
-        new, values = step32(RULES[rule], hyper, step, _flat(g), _flat(p), flat_states)
+        new, values = step32(RULES[rule], hyper, step, flat(g), flat(p), flat_states)
         for old, value in zip(flat_states, values):
             old.copy_(value)
-    _flat(p).copy_(new)
+    flat(p).copy_(new)
 
 
 def _entry(

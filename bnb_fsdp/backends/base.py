@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -76,6 +77,28 @@ class PointerBucket(Bucket, Protocol):
 
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
         """As `norms`, with the gradients' addresses."""
+
+
+def addresses(gradients: Sequence[Tensor | None]) -> array.array[int]:
+    """What `PointerBucket` takes the address of (``buffer_info()[0]``, while the array is alive)."""
+    # An empty shard's gradient has no storage; 1 says that there is one, and is never read.
+    return array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
+
+
+def device_rate(hyper: Hyper, device: torch.device) -> int:
+    """Address of a learning rate in device memory, 0 for a number. Nothing is read on the host.
+
+    Raises ValueError if the tensor is not one float32 on ``device``.
+    """
+    lr = hyper.rate
+    if lr is None:
+        return 0
+    if lr.device != device or lr.dtype != torch.float32 or lr.numel() != 1:
+        raise ValueError(
+            f"lr is a {lr.dtype} tensor of shape {tuple(lr.shape)} on {lr.device}; for parameters on {device} give a "
+            f"number, a tensor on the CPU, or a float32 tensor with one element on {device}."
+        )
+    return lr.data_ptr()
 
 
 # A bucket may have a method `check(hypers, capturing)`: called before any bucket of a step runs, it raises for what

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import ctypes
 import os
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ..rules import Hyper, Rule, read_rate
 from . import forked, native
-from .base import BucketKey, Slot
+from .base import BucketKey, Slot, addresses
 
 THREADS_VARIABLE = "BNB_FSDP_NUM_THREADS"
 ISA_VARIABLE = "BNB_FSDP_CPU_ISA"
@@ -94,16 +93,16 @@ class CpuBucket:
     def run(
         self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
     ) -> None:
-        addresses = _addresses(gradients)
-        self.run_pointers(addresses.buffer_info()[0], hypers, scales)
+        pointers = addresses(gradients)
+        self.run_pointers(pointers.buffer_info()[0], hypers, scales)
 
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         scales = self._scales(hypers) if scales is None else scales
         self._call(self._step, "step", pointers, hypers, None if scales is None else scales.data_ptr())
 
     def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
-        addresses = _addresses(gradients)
-        return self.norms_pointers(addresses.buffer_info()[0], hypers)
+        pointers = addresses(gradients)
+        return self.norms_pointers(pointers.buffer_info()[0], hypers)
 
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
         sums = torch.empty(len(self._slots), 2)
@@ -138,11 +137,6 @@ class CpuBucket:
                 f"{key.rule} {what} ({key.bits}-bit, {key.parameter_dtype} parameters, {key.gradient_dtype} "
                 f"gradients, {key.device}, {len(self._slots)} tensors such as {shapes}): {self._library.last_error()}"
             )
-
-
-def _addresses(gradients: Sequence[Tensor | None]) -> array.array[int]:
-    # An empty shard's gradient has no storage; 1 says that there is one, and is never read.
-    return array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
 
 
 def _entry(slot: Slot) -> native.TensorEntry:

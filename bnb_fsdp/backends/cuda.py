@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import ctypes
 import os
 import weakref
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..rules import Hyper, Rule
 from . import native
-from .base import BucketKey, Slot
+from .base import BucketKey, Slot, addresses, device_rate
 
 KERNELS_VARIABLE = "BNB_FSDP_CUDA_KERNELS"
 
@@ -96,22 +95,6 @@ def native_hyper(hyper: Hyper) -> native.Hyper:
     return native.hyper(hyper)
 
 
-def device_rate(hyper: Hyper, device: torch.device) -> int:
-    """Address of a learning rate in device memory, 0 for a number. Nothing is read on the host.
-
-    Raises ValueError if the tensor is not one float32 on ``device``.
-    """
-    lr = hyper.rate
-    if lr is None:
-        return 0
-    if lr.device != device or lr.dtype != torch.float32 or lr.numel() != 1:
-        raise ValueError(
-            f"lr is a {lr.dtype} tensor of shape {tuple(lr.shape)} on {lr.device}; for parameters on {device} give a "
-            f"number, a tensor on the CPU, or a float32 tensor with one element on {device}."
-        )
-    return lr.data_ptr()
-
-
 def entry(slot: Slot) -> native.TensorEntry:
     """The slot for the library."""
     result = native.TensorEntry(
@@ -188,7 +171,7 @@ class CudaBucket:
     def run(
         self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
     ) -> None:
-        pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
+        pointers = addresses(gradients)
         self.run_pointers(pointers.buffer_info()[0], hypers, scales)
 
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
@@ -203,7 +186,7 @@ class CudaBucket:
         )  # fmt: skip
 
     def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
-        pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
+        pointers = addresses(gradients)
         return self.norms_pointers(pointers.buffer_info()[0], hypers)
 
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:

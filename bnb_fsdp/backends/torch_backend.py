@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..codebook import BLOCK_SIZE
+from ..codebook import BLOCK_SIZE, flat
 from ..rules import Hyper, Rule, direction8, direction32, read_rate, step8, step32
 from .base import BucketKey, Slot
 
@@ -16,18 +16,13 @@ from .base import BucketKey, Slot
 _CHUNK = BLOCK_SIZE * 2**14
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements in storage order, as a view (``tensor`` is dense)."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 Part = tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def _parts(slot: Slot, gradient: Tensor) -> Iterator[Part]:
     """Views of gradient, parameter, states and scales, flat, so many elements at a time as memory allows."""
-    parameter, gradient = _flat(slot.parameter), _flat(gradient)
-    states = tuple(_flat(state) for state in slot.states)
+    parameter, gradient = flat(slot.parameter), flat(gradient)
+    states = tuple(flat(state) for state in slot.states)
     for start in range(0, parameter.numel(), _CHUNK):
         part = slice(start, start + _CHUNK)
         blocks = slice(start // BLOCK_SIZE, (start + _CHUNK) // BLOCK_SIZE)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import arithmetic as f32
 from .. import codebook
 from ..rules import Hyper, Rule
-from .base import BucketKey, Slot
+from .base import BucketKey, Slot, addresses, device_rate
 
 _DIRECT_SLOTS = 2
 """Buckets of so few tensors are launched tensor by tensor, with all they need in arguments."""
@@ -102,16 +102,6 @@ def maps(device: torch.device) -> Tensor:
     values = [torch.tensor(codebook.dynamic_map(signed)).view(torch.int32) for signed in (True, False)]
     tables = [encoding_table(*kind) for kind in ((True, False), (True, True), (False, False))]
     return torch.cat([*values, *tables]).to(device)
-
-
-def check_rate(hyper: Hyper, device: torch.device) -> None:
-    """ValueError if the learning rate is a tensor other than one float32 on ``device``."""
-    lr = hyper.rate
-    if lr is not None and (lr.device != device or lr.dtype != torch.float32 or lr.numel() != 1):
-        raise ValueError(
-            f"lr is a {lr.dtype} tensor of shape {tuple(lr.shape)} on {lr.device}; for parameters on {device} give a "
-            f"number, a tensor on the CPU, or a float32 tensor with one element on {device}."
-        )
 
 
 class _Buffer:
@@ -205,7 +195,7 @@ class TritonBucket:
     def check(self, hypers: Sequence[Hyper], capturing: bool) -> None:
         """RuntimeError for a capture, ValueError for an unusable learning rate."""
         for group in self._used:
-            check_rate(hypers[group], self._key.device)
+            device_rate(hypers[group], self._key.device)
         if capturing:
             raise RuntimeError(
                 f"step() in a CUDA graph: parameters on {self._key.device} are stepped by the Triton backend, which a "
@@ -216,7 +206,7 @@ class TritonBucket:
         self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
     ) -> None:
         # An empty gradient has no storage; 1 says that there is one, and is never read.
-        pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
+        pointers = addresses(gradients)
         self.run_pointers(pointers.buffer_info()[0], hypers, scales)
 
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
@@ -243,7 +233,7 @@ class TritonBucket:
 
         Raises RuntimeError for a rule without a direction.
         """
-        pointers = array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
+        pointers = addresses(gradients)
         return self.norms_pointers(pointers.buffer_info()[0], hypers)
 
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:

@@ -52,7 +52,6 @@ from .files import (
     Key,
     Parameter,
     hyperparameters,
-    pieces,
     read_step,
     wrong_tensors,
 )
@@ -218,7 +217,7 @@ def _scale_of_each(stored: Stored, start: int, stop: int) -> Tensor:
         by_row = _blocks_in_order(layout, stored.scales).view(layout.rows, -1)[start:stop]
         return by_row.reshape(-1).repeat_interleave(BLOCK_SIZE)
     parts = []
-    for piece, width in enumerate(_widths(layout)):
+    for piece, width in enumerate(layout.widths):
         place: Tensor = torch.arange(width)[None]
         if stored.phase is not None:
             place = place + stored.phase[start:stop, piece, None].long()
@@ -229,15 +228,10 @@ def _scale_of_each(stored: Stored, start: int, stop: int) -> Tensor:
         return parts[0].reshape(-1)
     inner = layout.order[1:]
     result = torch.empty([stop - start, *_in_memory(layout.shape, inner)])
-    for part, (shape, offset) in zip(parts, pieces(layout)):
+    for part, (shape, offset) in zip(parts, layout.boxes):
         place_in_rows = (slice(None), *_box(shape, offset, inner))
         result[place_in_rows] = part.view(stop - start, *_in_memory(shape, inner))
     return result.reshape(-1)
-
-
-def _widths(layout: Layout) -> list[int]:
-    """Elements of each piece of a row."""
-    return [math.prod(shape) // max(layout.rows, 1) for shape, _ in pieces(layout)]
 
 
 def _row_chunks(layout: Layout) -> Iterator[tuple[int, int]]:
@@ -267,7 +261,7 @@ def moved(stored: Stored, target: Layout) -> tuple[list[Tensor], int]:
     scales; all else is kept bit for bit.
     """
     source, codes = stored.layout, stored.codes
-    boxes = pieces(target)
+    boxes = target.boxes
     if len(boxes) == 1 and source.order == target.order:
         if source.grid:
             return [_blocks_in_order(source, stored.scales)], 0
@@ -298,21 +292,9 @@ def _requantized(codes: Tensor, scales: Tensor, signed: bool) -> tuple[Tensor, i
     total = 0
     for start in range(0, codes.numel(), _CHUNK):
         some, given = codes[start : start + _CHUNK], scales[start : start + _CHUNK]
-        rest = -some.numel() % BLOCK_SIZE
-        inside = torch.ones(some.numel() + rest, dtype=torch.bool)
-        inside[some.numel() :] = False
-        inside = inside.view(-1, BLOCK_SIZE)
-        old = torch.nn.functional.pad(some, (0, rest)).view(-1, BLOCK_SIZE)
-        given = torch.nn.functional.pad(given, (0, rest)).view(-1, BLOCK_SIZE)
-        bits = given.view(torch.int32)  # so that a NaN equals itself
-        mixed = ((bits != bits[:, :1]) & inside).any(1)
-        found = given[:, 0].clone()
-        if mixed.any():
-            new, found[mixed] = blocks.requantize(old[mixed], given[mixed], inside[mixed], signed)
-            old[mixed] = new
-            some.copy_(old.view(-1)[: some.numel()])
-            total += int(mixed.sum())
+        found, count = blocks.regridded(some, given, signed)
         absmax[start // BLOCK_SIZE : start // BLOCK_SIZE + len(found)] = found
+        total += count
     return absmax, total
 
 
@@ -336,14 +318,14 @@ def _by_row(target: Layout, absmax: list[Tensor]) -> Tensor:
         sizes[-1] //= BLOCK_SIZE
         return absmax[0].view(sizes).permute([target.order.index(dim) for dim in range(len(sizes))])
     parts = [
-        blocks.spread(one, target.rows, width, target.count) for one, width in zip(absmax, _widths(target))
+        blocks.spread(one, target.rows, width, target.count) for one, width in zip(absmax, target.widths)
     ]
     return torch.cat(parts, dim=1)
 
 
 def _phases(target: Layout) -> Tensor:
     cpu = torch.device("cpu")
-    return torch.stack([blocks.phases(target.rows, width, cpu) for width in _widths(target)], dim=1)
+    return torch.stack([blocks.phases(target.rows, width, cpu) for width in target.widths], dim=1)
 
 
 # Parameter groups

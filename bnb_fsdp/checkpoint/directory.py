@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .. import sharding, state
-from ..codebook import BLOCK_SIZE
+from ..codebook import BLOCK_SIZE, flat
 from ..rules import Rule
 from . import manifest as manifests
 from . import state_dict as states
@@ -670,7 +670,7 @@ def _convert(optimizer: BlockwiseOptimizer, values: dict[str, Any], one: _Foreig
     for key, signed in zip(rule.states, rule.signed):
         given = sharding.local(entry[state.absmax_key(key)][one.stored.name])
         first_row = offset[one.stored.outer] if offset else 0
-        codes = states.flat(sharding.local(entry[key][states.codes_name(rule)]))
+        codes = flat(sharding.local(entry[key][states.codes_name(rule)]))
         absmax = regrid(codes, shape, offset, own.order, one.stored, given, phase, first_row, signed)
         scales[key] = absmax
         count += len(absmax)

@@ -840,32 +840,12 @@ def _wrong_step(files: Files, parameter: Parameter) -> list[str]:
     return [f"{parameter.step} is {step}, expected a count of steps."]
 
 
-def pieces(layout: Layout) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(shape, offset) of the boxes whose rows have blocks of their own, in the order of their scales' columns."""
-    boxes = [(layout.shape, (0,) * len(layout.shape))]
-    for dim, parts in layout.cuts:
-        cut = []
-        for shape, offset in boxes:
-            size = -(-shape[dim] // parts)
-            for part in range(parts):
-                start = min(part * size, shape[dim])
-                length = min(size, shape[dim] - start)
-                cut.append(
-                    (
-                        (*shape[:dim], length, *shape[dim + 1 :]),
-                        (*offset[:dim], offset[dim] + start, *offset[dim + 1 :]),
-                    )
-                )
-        boxes = cut
-    return boxes
-
-
 def _wrong_phases(files: Files, rule: Rule, parameter: Parameter, layout: Layout) -> list[str]:
     """A row goes on where the one before it ended, in the same block, or starts a rank's shard."""
     first = state.absmax_key(rule.states[0])
     phase = files.read(parameter.keys[first][layout.phase_name]).long()
     key = parameter.keys[first][layout.phase_name]
-    widths = torch.tensor([math.prod(shape) // max(layout.rows, 1) for shape, _ in pieces(layout)])
+    widths = torch.tensor(layout.widths)
     following = (phase + widths) % BLOCK_SIZE
     goes_on = phase[1:] == following[:-1]
     wrong = ~goes_on & (phase[1:] != 0)

@@ -87,11 +87,6 @@ def _has_own_blocks(parameter: Tensor) -> bool:
     return not sharding.is_sharded(parameter) and parameter.is_contiguous()
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in memory order; shares storage."""
-    return tensor.as_strided((tensor.numel(),), (1,)) if tensor.numel() else tensor.reshape(-1)
-
-
 def _to_float(
     parameter: Tensor, shard: Tensor, part: Tensor, scales: Tensor | None, signed: bool, target: Tensor
 ) -> None:
@@ -102,7 +97,7 @@ def _to_float(
         # The parts of a chunk's codes, as floats, are exact: they are looked up where they will lie.
         target.copy_(part)
         table = codebook.values(signed, shard.device)
-        flat = _flat(target)
+        flat = codebook.flat(target)
         for start, index in _source_blocks(parameter, shard):
             some = flat[start : start + len(index)]
             codes = some.long()
@@ -115,7 +110,7 @@ def _to_codes(
     parameter: Tensor, shard: Tensor, part: Tensor, scales: Tensor | None, signed: bool, target: Tensor
 ) -> tuple[Tensor, int]:
     """Write the codes of ``part`` (floats, or codes with ``scales``) to ``target``; scales, and blocks quantised."""
-    flat = _flat(target)
+    flat = codebook.flat(target)
     absmax = torch.zeros(state.blocks(flat.numel()), dtype=torch.float32, device=shard.device)
     if scales is None:
         _quantize(part, shard, signed, flat, absmax)
@@ -129,28 +124,20 @@ def _to_codes(
     for start, index in _source_blocks(parameter, shard):
         codes = flat[start : start + len(index)]
         at = start // BLOCK_SIZE
-        absmax[at : at + state.blocks(len(index))], count = regridded(codes, scales[index], signed)
+        absmax[at : at + state.blocks(len(index))], count = blocks.regridded(codes, scales[index], signed)
         moved += count
     return absmax, moved
 
 
 def _quantize(part: Tensor, shard: Tensor, signed: bool, flat: Tensor, absmax: Tensor) -> None:
     """Quantise ``part`` in the memory order of ``shard``."""
-    order = sorted(range(shard.dim()), key=lambda dim: (-shard.stride()[dim], -shard.shape[dim]))
-    if shard.is_contiguous():
-        order = list(range(shard.dim()))
-    source = part.permute(order)
-    source = source.reshape(-1)  # a view unless the orders differ
+    source = part.permute(sharding.memory_order(shard)).reshape(-1)  # a view unless the orders differ
     for start in range(0, flat.numel(), _CHUNK):
         some = source[start : start + _CHUNK].to(shard.device, torch.float32)
-        rows = _rows(some, 0.0)
+        rows = blocks.in_rows(some)
         codes, scales = codebook.quantize(rows, signed)
         flat[start : start + len(some)] = codes.reshape(-1)[: len(some)]
         absmax[start // BLOCK_SIZE : start // BLOCK_SIZE + len(scales)] = scales
-
-
-def _rows(flat: Tensor, fill: float) -> Tensor:
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_SIZE), value=fill).view(-1, BLOCK_SIZE)
 
 
 def _source_blocks(parameter: Tensor, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -158,31 +145,11 @@ def _source_blocks(parameter: Tensor, shard: Tensor) -> Iterator[tuple[int, Tens
     the whole contiguous tensor that each lies in."""
     _, offset = sharding.local_box(parameter)
     strides = [math.prod(parameter.shape[dim + 1 :]) for dim in range(parameter.dim())]
-    fastest_first = sorted(range(shard.dim()), key=lambda dim: (shard.stride()[dim], shard.shape[dim]))
-    if shard.is_contiguous():
-        fastest_first = list(range(shard.dim()))[::-1]
     base = sum(start * stride for start, stride in zip(offset, strides))
     for start in range(0, shard.numel(), _CHUNK):
         place = torch.arange(start, min(start + _CHUNK, shard.numel()), device=shard.device)
         index = torch.full_like(place, base)
-        for dim in fastest_first:
+        for dim in reversed(sharding.memory_order(shard)):
             index += place % shard.shape[dim] * strides[dim]
             place = place // shard.shape[dim]
         yield start, index // BLOCK_SIZE
-
-
-def regridded(codes: Tensor, scales: Tensor, signed: bool) -> tuple[Tensor, int]:
-    """Scales of the blocks of consecutive flat ``codes``, which have a scale each, and how many of the blocks had more
-    than one: those are requantised in place."""
-    inside = _rows(torch.ones(codes.numel(), device=codes.device), 0.0) > 0
-    given = _rows(scales, 0.0)
-    bits = given.view(torch.int32)  # so that a NaN equals itself
-    mixed = ((bits != bits[:, :1]) & inside).any(1)
-    absmax = given[:, 0].clone()
-    if mixed.any():
-        old = _rows(codes, 0)
-        new, absmax[mixed] = blocks.requantize(old[mixed], given[mixed], inside[mixed], signed)
-        old = old.clone()
-        old[mixed] = new
-        codes.copy_(old.reshape(-1)[: codes.numel()])
-    return absmax, int(mixed.sum())

@@ -39,6 +39,31 @@ class Layout:
         return math.prod(parts for _, parts in self.cuts)
 
     @property
+    def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(shape, offset) of the boxes that are the pieces of all rows, in the order of their scales' columns."""
+        boxes = [(self.shape, (0,) * len(self.shape))]
+        for dim, parts in self.cuts:
+            cut = []
+            for shape, offset in boxes:
+                size = -(-shape[dim] // parts)
+                for part in range(parts):
+                    start = min(part * size, shape[dim])
+                    length = min(size, shape[dim] - start)
+                    cut.append(
+                        (
+                            (*shape[:dim], length, *shape[dim + 1 :]),
+                            (*offset[:dim], offset[dim] + start, *offset[dim + 1 :]),
+                        )
+                    )
+            boxes = cut
+        return boxes
+
+    @property
+    def widths(self) -> list[int]:
+        """Elements of each piece of a row."""
+        return [math.prod(shape) // max(self.rows, 1) for shape, _ in self.boxes]
+
+    @property
     def outer(self) -> int:
         """The dimension whose slices are rows."""
         return self.order[0] if self.order else 0

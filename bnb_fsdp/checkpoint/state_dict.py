@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .. import sharding, state
-from ..codebook import BLOCK_SIZE
+from ..codebook import BLOCK_SIZE, flat
 from ..groups import parameter_name
 from ..rules import Rule
 from . import blocks, foreign
@@ -212,11 +212,6 @@ def layout_for(parameter: Tensor, name: str) -> Layout:
             "parts, twice and out of order. Use sizes that the meshes divide, or overrides={...: {'optim_bits': 32}}."
         )
     return layout
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in memory order; shares storage."""
-    return tensor.as_strided((tensor.numel(),), (1,)) if tensor.numel() else tensor.reshape(-1)
 
 
 def exported(
