@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,11 @@ class Timed:
         function(*args)
         self.seconds += time.perf_counter() - start
 
-    def run(self, gradients: Sequence[Any], hypers: Sequence[Any]) -> None:
-        self._timed(self.bucket.run, gradients, hypers)
+    def run(self, *arguments: Any) -> None:
+        self._timed(self.bucket.run, *arguments)
 
-    def run_pointers(self, pointers: int, hypers: Sequence[Any]) -> None:
-        self._timed(self.bucket.run_pointers, pointers, hypers)
+    def run_pointers(self, *arguments: Any) -> None:
+        self._timed(self.bucket.run_pointers, *arguments)
 
 
 def parameters(count: int, sharded: bool, device: torch.device) -> list[nn.Parameter]:

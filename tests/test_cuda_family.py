@@ -118,8 +118,8 @@ def test_a_lamb_step_waits_for_nothing() -> None:
     optimizer = bnb_fsdp.LAMB8bit(params, lr=1e-3)
     run(optimizer, params, steps=2)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
