@@ -292,7 +292,7 @@ def main() -> int:
         unknown = sorted(set(given) - set(known))
         if unknown:
             parser.error(f"{', '.join(unknown)}: not known; choose from {', '.join(known)}")
-    warnings.filterwarnings("ignore", message=".*keeps paged state")
+    warnings.filterwarnings("ignore", message=".*it works as the unpaged class")
     width, column = max(map(len, names)), 1 + sum(len(dtype) + 2 for dtype in DTYPES)
     print(" " * width + "".join(f"  {backend:<{column}}" for backend in chosen))
     heads = "".join(f" {dtype} " for dtype in DTYPES)

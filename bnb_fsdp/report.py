@@ -55,7 +55,9 @@ class Description:
 
     Bytes before the first step are those that it will allocate. ``frozen`` counts the parameters without
     state (requires_grad=False), which have no row; ``settings`` are each
-    group's hyperparameters; ``notes`` say what is not as one would wish.
+    group's hyperparameters; ``notes`` say what is not as one would wish. ``residency`` is a paged
+    optimizer's policy, None for any other; ``staging_bytes`` are on the device beside the state, while
+    there is state in host memory.
     """
 
     optimizer: str
@@ -65,6 +67,13 @@ class Description:
     rows: list[Row]
     frozen: int
     notes: list[str]
+    residency: str | int | None = None
+    staging_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of state in page-locked host memory on this rank."""
+        return sum(row.state_bytes for row in self.rows if row.residency == "host")
 
     @property
     def state_bytes(self) -> int:
@@ -104,6 +113,9 @@ class Description:
             "groups": self.groups,
             "settings": [dict(group) for group in self.settings],
             "frozen": self.frozen,
+            "residency": self.residency,
+            "host_bytes": self.host_bytes,
+            "staging_bytes": self.staging_bytes,
             "notes": list(self.notes),
             "state_bytes": self.state_bytes,
             "total_state_bytes": self.total_state_bytes,
@@ -121,7 +133,17 @@ class Description:
         )
         table = _table(self.rows) if self.rows else []
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([title, *table, self._totals(), self._fallback_line(), *self._group_lines(), *notes])
+        totals = [self._totals(), *self._residency_lines(), self._fallback_line()]
+        return "\n".join([title, *table, *totals, *self._group_lines(), *notes])
+
+    def _residency_lines(self) -> Iterator[str]:
+        if self.residency is not None:
+            policy = self.residency if isinstance(self.residency, str) else _size(self.residency)
+            yield (
+                f"residency ({policy}): {_size(self.host_bytes)} in page-locked host memory, "
+                f"{_size(self.state_bytes - self.host_bytes)} with the parameters, "
+                f"{_size(self.staging_bytes)} of staging buffers"
+            )
 
     def _group_lines(self) -> Iterator[str]:
         for index, settings in enumerate(self.settings[:_MAX_GROUPS]):
@@ -156,6 +178,7 @@ def describe(optimizer: torch.optim.Optimizer) -> Description:
     wrapper with an ``optimizer`` attribute (accelerate's). Raises TypeError for an optimizer of another kind.
     """
     found = _unwrap(optimizer)
+    paged = found._residency
     sizes = _Sizes(found)
     names = _Backends(found._backend)
     rows: list[Row] = []
@@ -166,13 +189,21 @@ def describe(optimizer: torch.optim.Optimizer) -> Description:
             if state.is_frozen(parameter, values):
                 frozen += 1
             else:
-                rows.append(_row(group, index, position, values or {}, sizes, names))
+                on_host = paged is not None and paged.is_on_host(parameter)
+                rows.append(_row(group, index, position, values or {}, sizes, names, on_host))
     notes = names.notes()
-    if type(found).__name__.startswith("Paged"):
-        notes.append("this version keeps paged state on the parameters' device, as the unpaged class does")
+    staging = 0 if paged is None else sum(paged.staging_bytes().values())
     settings = [_settings(group) for group in found.param_groups]
     return Description(
-        type(found).__name__, found.rule.name, len(found.param_groups), settings, rows, frozen, notes
+        optimizer=type(found).__name__,
+        algorithm=found.rule.name,
+        groups=len(found.param_groups),
+        settings=settings,
+        rows=rows,
+        frozen=frozen,
+        notes=notes,
+        residency=found.residency,
+        staging_bytes=staging,
     )
 
 
@@ -207,6 +238,7 @@ def _row(
     values: Mapping[str, Any],
     sizes: _Sizes,
     names: _Backends,
+    on_host: bool,
 ) -> Row:
     parameter = group["params"][position]
     shard = sharding.local(parameter)
@@ -227,7 +259,7 @@ def _row(
         bits=bits,
         reason=reason,
         backend=names.of(shard.device),
-        residency=_residency(shard, values),
+        residency="host" if on_host else "device",
         allocated=bool(values),
         trainable=bool(parameter.requires_grad),
         state_bytes=_held_bytes(values) if values else sizes.here(shard, bits),
@@ -239,11 +271,6 @@ def _row(
 
 def _held_bytes(values: Mapping[str, Any]) -> int:
     return sum(v.numel() * v.element_size() for v in values.values() if isinstance(v, Tensor))
-
-
-def _residency(shard: Tensor, values: Mapping[str, Any]) -> str:
-    held = values.get("state1", shard)
-    return "host" if held.device.type == "cpu" and shard.device.type not in ("cpu", "meta") else "device"
 
 
 class _Sizes:

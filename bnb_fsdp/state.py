@@ -107,9 +107,20 @@ def _elsewhere(name: str, key: str, value: Tensor, shard: Tensor, rule: Rule) ->
     )
 
 
-def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) -> None:
-    """Raise if ``state`` does not fit the local shard: ValueError for shape or dtype, RuntimeError for device."""
+def is_on_host(values: Mapping[str, Any], shard: Tensor) -> bool:
+    """Whether a parameter's state is in host memory, the parameter itself elsewhere."""
+    return bool(values["state1"].device.type == "cpu" != shard.device.type)
+
+
+def check_shapes(
+    name: str, shard: Tensor, state: dict[str, Any], rule: Rule, *, hosted: bool = False
+) -> None:
+    """Raise if ``state`` does not fit the local shard: ValueError for shape or dtype, RuntimeError for device.
+
+    ``hosted``: it may be in host memory instead of on the shard's device.
+    """
     bits = bits_of(state)
+    home = torch.device("cpu") if hosted and is_on_host(state, shard) else shard.device
     for key in rule.states:
         value = state[key]
         wanted = torch.uint8 if bits == 8 else torch.float32
@@ -118,7 +129,7 @@ def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) ->
                 f"{name}: {key} is {value.dtype} of shape {tuple(value.shape)}, but the local parameter has "
                 f"shape {tuple(shard.shape)} and needs {wanted}. The state belongs to another sharding or model."
             )
-        if value.device != shard.device:
+        if value.device != home:
             raise RuntimeError(_elsewhere(name, key, value, shard, rule))
         if value.stride() != shard.stride() and value.numel() > 1:
             raise ValueError(
@@ -136,7 +147,7 @@ def check_shapes(name: str, shard: Tensor, state: dict[str, Any], rule: Rule) ->
                     f"{name}: {absmax_key(key)} is {scales.dtype} of shape {tuple(scales.shape)}, expected "
                     f"contiguous float32 of ({blocks(shard.numel())},): one scale per 256 elements of the local shard."
                 )
-            if scales.device != shard.device:
+            if scales.device != home:
                 raise RuntimeError(_elsewhere(name, absmax_key(key), scales, shard, rule))
     step = state["step"]
     if (

@@ -36,7 +36,7 @@ from bnb_fsdp.optim import BlockwiseOptimizer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*keeps paged state:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*it works as the unpaged class:UserWarning")
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [name for name in bnb_fsdp.optim.__all__ if name != "BlockwiseOptimizer"]
@@ -94,6 +94,7 @@ def test_signature_is_bitsandbytes_and_more(name: str) -> None:
     expected = {"optim_bits"} if name.endswith(("Adam8bit", "AdamW8bit")) else set()
     assert differ == expected
     added = {"optim_bits", "overrides", "backend", "capturable", "trust_ratio", "is_paged"}
+    added |= {"residency", "residency_reserve"}
     assert set(ours) - set(theirs) <= added
     positional = [key for key, value in ours.items() if value.kind is value.POSITIONAL_OR_KEYWORD]
     assert positional == list(theirs)[: len(positional)]

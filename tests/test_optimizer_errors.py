@@ -132,7 +132,7 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was(group: dict[str, Any]) -
     train(optimizer, first=3)
 
 
-@pytest.mark.filterwarnings("ignore:Paged.*keeps paged state:UserWarning")
+@pytest.mark.filterwarnings("ignore:Paged.*it works as the unpaged class:UserWarning")
 def test_names_create_every_class() -> None:
     for name in bnb_fsdp.optimizer_names():
         needed = {"lr": 0.1, "momentum": 0.9} if name.startswith(("bnb_fsdp_sgd", "bnb_fsdp_lars")) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import bnb_fsdp
-from bnb_fsdp.optim import base
+from bnb_fsdp.residency import residency
 
 BACKENDS = ["cpu", "torch"]
 
@@ -167,23 +168,24 @@ def test_state_replaced_by_a_plain_dict_still_loads() -> None:
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "AdEMAMix"])
 @pytest.mark.parametrize("bits", ["", "8bit", "32bit"])
-def test_paged_classes_step_as_the_others_and_say_once_that_state_is_not_paged(name: str, bits: str) -> None:
-    base._unpaged.clear()
+def test_paged_classes_on_the_cpu_step_as_the_others_and_say_so_once(
+    name: str, bits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "_said", set())
     results = []
     for cls in (getattr(bnb_fsdp, name + bits), getattr(bnb_fsdp, f"Paged{name}{bits}")):
-        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5000))
-        if cls.__name__.startswith("Paged"):
-            with pytest.warns(UserWarning, match=f"{cls.__name__}: this version keeps paged state on the"):
-                cls([parameter])
-        optimizer = cls([parameter], lr=1e-2)
-        for _ in range(3):
-            parameter.grad = parameter.detach() * 2
-            optimizer.step()
+        said = f"{cls.__name__}: parameters on the CPU have their state there, in ordinary memory; it works as the"
+        for once in (True, False):
+            parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5000))
+            optimizer = cls([parameter], lr=1e-2)
+            for step in range(3):
+                parameter.grad = parameter.detach() * 2
+                warned = once and step == 0 and cls.__name__.startswith("Paged")
+                with pytest.warns(UserWarning, match=said) if warned else contextlib.nullcontext():
+                    optimizer.step()
         results.append((parameter.detach(), optimizer.state[parameter]["state1"]))
     assert all(torch.equal(a, b) for a, b in zip(*results))
-    base._unpaged.clear()
-    with pytest.warns(UserWarning, match="keeps paged state"):
-        getattr(bnb_fsdp, name + bits)([parameter], is_paged=True)
+    assert not optimizer.state[parameter]["state1"].is_pinned()
 
 
 def test_step_under_torch_compile_runs_as_it_is() -> None:

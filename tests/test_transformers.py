@@ -142,7 +142,7 @@ def arguments(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.filterwarnings("ignore:Paged.*keeps paged state:UserWarning")
+@pytest.mark.filterwarnings("ignore:Paged.*it works as the unpaged class:UserWarning")
 @pytest.mark.parametrize("name", bnb_fsdp.optimizer_names())
 def test_every_name_makes_its_optimizer(arguments: Callable[..., Any], name: str) -> None:
     args = arguments(

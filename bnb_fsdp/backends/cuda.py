@@ -150,6 +150,21 @@ class CudaBucket:
         self.captured = False
         """Whether a CUDA graph holds a step of this bucket and so needs its table for as long as it is replayed."""
 
+    @property
+    def handle(self) -> int | None:
+        """The bucket in the library."""
+        return self._handle
+
+    @property
+    def memory(self) -> Tensor:
+        """The table on the device."""
+        return self._memory
+
+    @property
+    def address(self) -> int:
+        """Where the table lies."""
+        return self._address
+
     def check(self, hypers: Sequence[Hyper], capturing: bool) -> None:
         """RuntimeError for a capture this bucket cannot be part of, ValueError for an unusable learning rate."""
         for group in self._used:

@@ -110,6 +110,8 @@ def state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     """See `BlockwiseOptimizer.state_dict`."""
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
+    if optimizer._residency is not None:
+        optimizer._residency.wait()
     if any(sharding.is_sharded(parameter) for _, parameter, _ in named(optimizer)):
         materialize(optimizer)
     numbers: dict[Tensor, int] = {}
@@ -159,6 +161,7 @@ def materialize(optimizer: BlockwiseOptimizer, frozen: Sequence[Tensor] = ()) ->
     Also for those of ``frozen``, though they will not need it as long as they are frozen.
     """
     also = set(frozen)
+    unplaced = False
     for name, parameter, (index, position) in named(optimizer):
         values = optimizer.state.get(parameter)
         if values or (state.is_frozen(parameter, values) and parameter not in also):
@@ -167,9 +170,14 @@ def materialize(optimizer: BlockwiseOptimizer, frozen: Sequence[Tensor] = ()) ->
         if shard.device.type == "meta":
             continue
         sharding.check(parameter, name)
+        if optimizer._residency is not None:
+            unplaced = True
+            continue
         group = optimizer.param_groups[index]
         bits = state.decide(parameter, group, position).bits
         optimizer.state[parameter] = state.allocate(shard, bits, optimizer.rule, group["capturable"])
+    if unplaced and optimizer._residency is not None:
+        optimizer.state.update(optimizer._residency.place(optimizer, also=also))
 
 
 def drop_orphans(optimizer: BlockwiseOptimizer) -> None:
@@ -220,7 +228,7 @@ def exported(
     """The state of one parameter, as in the module's docstring. Raises if it does not fit the local shard."""
     rule = optimizer.rule
     shard = sharding.local(parameter).detach()
-    state.check_shapes(name, shard, dict(values), rule)
+    state.check_shapes(name, shard, dict(values), rule, hosted=optimizer._residency is not None)
     result: dict[str, Any] = {"step": values["step"]}
     if state.bits_of(dict(values)) == 32:
         for key in rule.states:
@@ -244,7 +252,7 @@ def exported_scales(
         result[state.absmax_key(key)] = {layout.name: _placed(parameter, layout, scales, layout.scales_shape)}
     if layout.has_phase:
         rows, width = _rows(layout, shard)
-        phase = blocks.phases(rows, width, shard.device)[:, None]
+        phase = blocks.phases(rows, width, absmax[rule.states[0]].device)[:, None]
         first = result[state.absmax_key(rule.states[0])]
         first[layout.phase_name] = _placed(parameter, layout, phase, layout.phase_shape)
     return result
@@ -340,11 +348,16 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
         del live[key]
     for parameter, entry in found.items():
         values, count, moved = _entry(optimizer, parameter, entry, live.get(parameter) or {})
+        if optimizer._residency is not None:
+            home = optimizer._residency.device_for(parameter, sharding.local(parameter))
+            values = {key: value if key == "step" else value.to(home) for key, value in values.items()}
         live[parameter] = values  # one at a time, so that the old state does not stay beside the new
         total, requantized = total + count, requantized + moved
     live.update(others)
     optimizer.load_report = LoadReport(len(found), total, requantized)
     optimizer.__setstate__({"state": live, "param_groups": saved_groups})
+    if optimizer._residency is not None:
+        optimizer._residency.place(optimizer, fresh=False)
     if requantized and not _quiet:
         logger.warning(
             "on this rank %d of %d blocks of 8-bit state had to be requantised: %s.",
@@ -555,21 +568,24 @@ def _entry(
     if isinstance(found, foreign.Checked):
         return foreign.converted(rule, parameter, found)
     shard = sharding.local(parameter).detach()
+    home = shard.device
+    if optimizer._residency is not None:
+        home = optimizer._residency.device_for(parameter, shard)
     values: dict[str, Any] = {"step": torch.tensor(found.step, dtype=torch.float32)}
     total = requantized = 0
     phase = None
     if found.layout is not None and found.layout.has_phase:
         first = found.tensors[state.absmax_key(rule.states[0])]
-        phase = first[found.layout.phase_name].to(shard.device)
+        phase = first[found.layout.phase_name].to(home)
     for key, signed in zip(rule.states, rule.signed):
         [part] = found.tensors[key].values()
         old = live.get(key)
-        if old is None or not _is_same_memory(part, old, shard):
-            old = torch.empty_like(shard, dtype=part.dtype, requires_grad=False).copy_(part)
+        if old is None or not _is_same_memory(part, old, shard, home):
+            old = torch.empty_like(shard, dtype=part.dtype, device=home, requires_grad=False).copy_(part)
         values[key] = old
         if found.layout is None:
             continue
-        scales = found.tensors[state.absmax_key(key)][found.layout.name].to(shard.device)
+        scales = found.tensors[state.absmax_key(key)][found.layout.name].to(home)
         if found.layout.grid:
             absmax, moved = scales.permute(found.layout.order).reshape(-1).clone(), 0
         else:
@@ -579,11 +595,11 @@ def _entry(
     return values, total, requantized
 
 
-def _is_same_memory(value: Tensor, old: Tensor, shard: Tensor) -> bool:
+def _is_same_memory(value: Tensor, old: Tensor, shard: Tensor, home: torch.device) -> bool:
     """Whether ``value`` is the live state ``old`` itself, written into by torch.distributed.checkpoint."""
     return (
         value.numel() > 0
         and value.data_ptr() == old.data_ptr()
-        and (value.dtype, value.device, value.shape) == (old.dtype, shard.device, shard.shape)
+        and (value.dtype, value.device, value.shape) == (old.dtype, home, shard.shape)
         and sharding.same_order(value, tuple(shard.shape), shard.stride())
     )

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..residency import Policy
 from ..rules import ADAM
-from .base import BlockwiseOptimizer, Overrides, Params, fixed, fixed_bits, say_unpaged
+from .base import BlockwiseOptimizer, Overrides, Params, fixed, fixed_bits, paged
 
 
 class Adam(BlockwiseOptimizer):
@@ -32,7 +33,10 @@ class Adam(BlockwiseOptimizer):
         optim_bits: 32, or 8 for block-wise 8-bit state.
         args: must be None (bitsandbytes' namespace of extra settings).
         min_8bit_size: parameters with fewer elements (of the global tensor) keep 32-bit state.
-        is_paged: state in host memory; in this version it stays on the device, with a warning.
+        is_paged: keep state in page-locked host memory, or as much of it as ``residency`` says.
+        residency: "auto" (default: on the device what fits after the first iteration, the rest in host memory),
+            "device", "host", or bytes of device memory that the state may take. Paged classes only.
+        residency_reserve: bytes of device memory that "auto" leaves free; default the larger of 1 GiB and 5 %.
         overrides: ``{name pattern or parameter: {"optim_bits": ..., "min_8bit_size": ...}}``.
         backend: "auto", "cpu", "cuda", "triton" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
         capturable: keep step counts on the CUDA device, so that a CUDA graph can capture `step`. A graph holds the
@@ -57,6 +61,8 @@ class Adam(BlockwiseOptimizer):
         args: Any = None,
         min_8bit_size: int = 4096,
         is_paged: bool = False,
+        residency: Policy | None = None,
+        residency_reserve: int | None = None,
         overrides: Overrides | None = None,
         backend: str | None = None,
         capturable: bool = False,
@@ -70,9 +76,8 @@ class Adam(BlockwiseOptimizer):
             overrides=overrides,
             backend=backend,
             capturable=capturable,
+            residency=paged(type(self).__name__, is_paged, residency, residency_reserve),
         )
-        if is_paged:
-            say_unpaged(type(self).__name__)
 
 
 class Adam8bit(Adam):

@@ -24,8 +24,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..residency import Policy
 from ..rules import ADEMAMIX, Hyper
-from .base import BlockwiseOptimizer, Overrides, Params, check_number, fixed_bits, say_unpaged
+from .base import BlockwiseOptimizer, Overrides, Params, check_number, fixed_bits, paged
 
 Betas = tuple[float, float, float]
 
@@ -47,7 +48,10 @@ class AdEMAMix(BlockwiseOptimizer):
         weight_decay: decoupled decay, multiplied by ``lr``, applied after the update.
         optim_bits: 32, or 8 for block-wise 8-bit state.
         min_8bit_size: parameters with fewer elements (of the global tensor) keep 32-bit state.
-        is_paged: state in host memory; in this version it stays on the device, with a warning.
+        is_paged: keep state in page-locked host memory, or as much of it as ``residency`` says.
+        residency: "auto" (default: on the device what fits after the first iteration, the rest in host memory),
+            "device", "host", or bytes of device memory that the state may take. Paged classes only.
+        residency_reserve: bytes of device memory that "auto" leaves free; default the larger of 1 GiB and 5 %.
         overrides: ``{name pattern or parameter: {"optim_bits": ..., "min_8bit_size": ...}}``.
         backend: "auto", "cpu", "cuda", "triton" or "torch"; default ``$BNB_FSDP_BACKEND``, else "auto".
         capturable: keep step counts on the CUDA device, so that a CUDA graph can capture `step`; not together with
@@ -74,6 +78,8 @@ class AdEMAMix(BlockwiseOptimizer):
         optim_bits: int = 32,
         min_8bit_size: int = 4096,
         is_paged: bool = False,
+        residency: Policy | None = None,
+        residency_reserve: int | None = None,
         overrides: Overrides | None = None,
         backend: str | None = None,
         capturable: bool = False,
@@ -94,9 +100,8 @@ class AdEMAMix(BlockwiseOptimizer):
             overrides=overrides,
             backend=backend,
             capturable=capturable,
+            residency=paged(type(self).__name__, is_paged, residency, residency_reserve),
         )
-        if is_paged:
-            say_unpaged(type(self).__name__)
 
     def _check_group(self, group: dict[str, Any], index: int) -> None:
         super()._check_group(group, index)

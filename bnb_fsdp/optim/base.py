@@ -18,6 +18,7 @@ from .. import arithmetic as f32
 from .. import backends, sharding, state
 from ..checkpoint import state_dict as checkpoint
 from ..groups import check_group_overrides, check_minimum, check_overrides, parameter_name, resolve_overrides
+from ..residency import Policy, Residency
 from ..rules import Hyper, Rule
 from .plan import Plan, check_parameter
 from .trust import Trust
@@ -58,6 +59,31 @@ class _State(defaultdict[Tensor, Any]):
         return other | self.copy()
 
 
+class _PagedState(_State):
+    """Whoever reads state that is in host memory first waits until it is the last step's."""
+
+    def _wait(self) -> None:
+        owner = self._owner()
+        if owner is not None and owner._residency is not None:
+            owner._residency.wait()
+
+    def __getitem__(self, key: Tensor) -> Any:
+        self._wait()
+        return super().__getitem__(key)
+
+    def get(self, key: Tensor, default: Any = None) -> Any:
+        self._wait()
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+
 class BlockwiseOptimizer(torch.optim.Optimizer):
     """Base of all optimizers of this package; see its subclasses for hyperparameters.
 
@@ -83,7 +109,14 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         overrides: Overrides | None,
         backend: str | None,
         capturable: bool = False,
+        residency: Residency | None = None,
     ) -> None:
+        if residency is not None and capturable:
+            raise ValueError(
+                f"{type(self).__name__}: capturable=True needs all state on the device, and a graph cannot stream it; "
+                "use the class without Paged."
+            )
+        self._residency = residency
         self._backend = backends.check_name(backend)
         self._overrides = check_overrides(overrides)
         self._plan: Plan | None = None
@@ -99,13 +132,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             "format": checkpoint.format_of(self.rule),
         }
         super().__init__(params, defaults)
-        self.state = _State(self, self.state)
+        self.state = self._new_state(self.state)
         used = {key for group in self.param_groups for key in resolve_overrides(group, self._overrides)[1]}
         unused = [key for key, _ in self._overrides if key not in used]
         if unused:
             raise ValueError(_unused_override(unused[0], self.param_groups))
         # Parameters given as keys have become positions in the groups; only patterns can meet later groups.
         self._overrides = [(key, value) for key, value in self._overrides if isinstance(key, str)]
+
+    def _new_state(self, entries: Mapping[Tensor, Any]) -> _State:
+        return _State(self, entries) if self._residency is None else _PagedState(self, entries)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checked first: on an error the optimizer is as it was."""
@@ -214,6 +250,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     @_disable_dynamo  # native calls on addresses: nothing that torch.compile could trace
     def _update(self) -> None:
         hypers = [self.hyper(group) for group in self.param_groups]
+        if self._residency is not None and self._residency.is_due(self):
+            self._drop_plan()
         if self._plan is None or not self._plan.gather(self):
             self._plan = self._new_plan()
         hypers += [
@@ -284,16 +322,62 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """
         checkpoint.load(self, state_dict)
 
+    @property
+    def residency(self) -> Policy | None:
+        """Where a paged optimizer keeps its state: "auto", "device", "host" or bytes; None for any other optimizer.
+
+        Assign another to have the state moved at once. Raises ValueError if there is no such policy or the optimizer is
+        not paged, HostMemoryError (a RuntimeError) if host memory is refused; nothing is lost then.
+        """
+        return None if self._residency is None else self._residency.policy
+
+    @residency.setter
+    def residency(self, policy: Policy) -> None:
+        self._paged("residency").set_policy(policy)
+        self._place()
+
+    def offload(self) -> None:
+        """Move all state of a paged optimizer to host memory and give its device memory back, until `reload`.
+
+        For programs that hand the GPU to something else between steps. Waits for the device. A `step` before `reload`
+        streams the state from there. Raises as setting `residency` does.
+        """
+        residency = self._paged("offload()")
+        residency.offloaded = True
+        self._place()
+        residency.release_staging()
+
+    def reload(self) -> None:
+        """Bring the state back to where the policy wants it, at once: the opposite of `offload`."""
+        self._paged("reload()").offloaded = False
+        self._place()
+
+    def _place(self) -> None:
+        self._drop_plan()
+        assert self._residency is not None
+        self._residency.place(self, fresh=False)
+
+    def _paged(self, what: str) -> Residency:
+        if self._residency is None:
+            raise ValueError(
+                f"{type(self).__name__} is not paged, its state is always on the parameters' device: {what} needs a "
+                "Paged class (or is_paged=True)."
+            )
+        return self._residency
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_backend": self._backend, "_overrides": self._overrides}
+        if self._residency is not None:
+            self._residency.wait()
+        own = {"_backend": self._backend, "_overrides": self._overrides, "_residency": self._residency}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_captured" not in vars(self):  # unpickled or copied
             self._plan, self._captured = None, []
             self.load_report = None
-        if type(self.state) is not _State:
-            self.state = _State(self, self.state)
+        if not isinstance(self.state, _State):
+            self.state = self._new_state(self.state)
         self._drop_plan()
 
 
@@ -336,18 +420,16 @@ def fixed_bits(owner: str, bits: int, only: int, other: str) -> None:
         raise ValueError(f"{owner} has optim_bits={only}, got {bits!r}; use {other} to choose.")
 
 
-def say_unpaged(owner: str) -> None:
-    """Warn, once a class, that state which was to be in host memory is on the device."""
-    if owner not in _unpaged:
-        _unpaged.add(owner)
-        warnings.warn(
-            f"{owner}: this version keeps paged state on the parameters' device, as the unpaged class does.",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-_unpaged: set[str] = set()
+def paged(owner: str, is_paged: bool, residency: Policy | None, reserve: int | None) -> Residency | None:
+    """What keeps the state of a paged optimizer, None if it is not paged. Raises ValueError for unusable values."""
+    if not isinstance(is_paged, bool):
+        raise ValueError(f"{owner}: is_paged={is_paged!r}; choose True or False.")
+    if is_paged:
+        return Residency(owner, "auto" if residency is None else residency, reserve)
+    for key, value in (("residency", residency), ("residency_reserve", reserve)):
+        if value is not None:
+            raise ValueError(f"{owner}: {key}={value!r} needs a Paged class (or is_paged=True).")
+    return None
 
 
 def check_number(where: str, key: str, value: Any) -> None:

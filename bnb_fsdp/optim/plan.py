@@ -7,6 +7,7 @@ made for and reports otherwise, so that loading, moving or replacing state never
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -111,8 +112,15 @@ class Plan:
         """Of scheduled groups; their hyperparameters follow those of the groups, in this order."""
         self._cohort_of: dict[tuple[int, float], int] = {}
         self._is_scheduled = [optimizer.is_scheduled(group) for group in self._groups]
-        buckets: dict[BucketKey, _Bucket] = {}
+        buckets: dict[tuple[BucketKey, bool], _Bucket] = {}  # by key and whether the state is in host memory
+        for index, group in enumerate(self._groups):
+            for position, parameter in enumerate(group["params"]):
+                if not state.is_frozen(parameter, self._state.get(parameter)):
+                    check_parameter(parameter, parameter_name(self._groups, index, position))
+        self._residency = optimizer._residency
         fresh: dict[Tensor, dict[str, Tensor]] = {}
+        if self._residency is not None:
+            fresh = self._residency.place(optimizer)
         for index, group in enumerate(self._groups):
             row: list[_Item | None] = []
             for position, parameter in enumerate(group["params"]):
@@ -121,9 +129,12 @@ class Plan:
         if fresh:
             drop_orphans(optimizer)
         sharding.check_disjoint((item.name, item.shard) for row in self._items for item in row if item)
-        for key, bucket in buckets.items():
+        for (key, on_host), bucket in buckets.items():
             backend = backends.select(key.device, optimizer._backend)
-            bucket.prepared = backend.bucket(key, self._rule, bucket.slots)
+            if on_host and self._residency is not None:
+                bucket.prepared = self._residency.bucket(key, self._rule, bucket.slots, backend)
+            else:
+                bucket.prepared = backend.bucket(key, self._rule, bucket.slots)
         self._buckets = list(buckets.values())
         self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         self._scales: Scales | None = None
@@ -149,19 +160,18 @@ class Plan:
         position: int,
         parameter: Tensor,
         group: dict[str, Any],
-        buckets: dict[BucketKey, _Bucket],
+        buckets: dict[tuple[BucketKey, bool], _Bucket],
         fresh: dict[Tensor, dict[str, Tensor]],
     ) -> _Item | None:
         name = parameter_name(self._groups, index, position)
-        values = self._state.get(parameter)
+        values = self._state.get(parameter) or fresh.get(parameter)
         if state.is_frozen(parameter, values):
             return None
-        check_parameter(parameter, name)
         shard = sharding.local(parameter).detach()
         if not values:
             bits = state.decide(parameter, group, position).bits
             values = fresh[parameter] = state.allocate(shard, bits, self._rule, group["capturable"])
-        state.check_shapes(name, shard, values, self._rule)
+        state.check_shapes(name, shard, values, self._rule, hosted=self._residency is not None)
         step_device = state.step_device(shard, group["capturable"])
         if values["step"].device != step_device:
             values["step"] = values["step"].to(
@@ -178,7 +188,8 @@ class Plan:
             item.shard.device,
             steps_on_device=step_device.type != "cpu",
         )
-        item.bucket = buckets.setdefault(key, _Bucket(key))
+        on_host = self._residency is not None and self._residency.is_on_host(parameter)
+        item.bucket = buckets.setdefault((key, on_host), _Bucket(key))
         item.index = len(item.bucket.slots)
         states = self._rule.states
         item.bucket.slots.append(
@@ -276,7 +287,7 @@ class Plan:
             return False
         for bucket in self._buckets:
             bucket.gradients = [None] * len(bucket.slots)
-        state_of = self._state.get
+        state_of = functools.partial(dict.get, self._state)  # a paged optimizer's own would wait for copies
         for group, row in zip(self._groups, self._items):
             if len(group["params"]) != len(row):
                 return False

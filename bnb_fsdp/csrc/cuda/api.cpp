@@ -16,6 +16,7 @@
 
 #include "../c_api.h"
 #include "encode_table.h"
+#include "error.h"
 #include "kernels.h"
 #include "table.h"
 #include "upload.h"
@@ -24,6 +25,8 @@ namespace bnb_fsdp {
 namespace {
 
 thread_local std::string error_message;
+
+}  // namespace
 
 int fail(const std::string& message) {
   error_message = message;
@@ -36,28 +39,7 @@ int fail(const std::string& what, cudaError_t error) {
   return fail(what + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
 }
 
-// Makes `device` current and puts the old one back.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess && before_ != device) {
-      error_ = cudaSetDevice(device);
-      changed_ = error_ == cudaSuccess;
-    }
-  }
-  ~DeviceScope() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-  cudaError_t error_;
-};
+namespace {
 
 constexpr const char* kRuleNames[] = {"adam", "lion", "momentum", "rmsprop", "adagrad", "ademamix"};
 

@@ -1,0 +1,363 @@
+"""Where the state of each parameter of one optimizer lives, and how it gets there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends, sharding, state
+from ..backends.base import Backend, Bucket, BucketKey, Slot
+from ..groups import parameter_name
+from ..rules import Rule
+from . import policy as policies
+from .chunks import HostBucket, Pipeline
+from .memory import Arena, Locker, aligned, arenas
+
+if TYPE_CHECKING:
+    from ..backends.cuda_pipeline import Bandwidth, CudaPipeline
+    from ..optim.base import BlockwiseOptimizer
+
+CPU = torch.device("cpu")
+PAGEABLE = "cuda"
+"""The type of device, and the name of the backend, that state can be streamed to."""
+
+MEASURED_BYTES = 32 << 20
+_said: set[str] = set()
+
+
+class _Entry(NamedTuple):
+    """A parameter that has state or is about to get it."""
+
+    parameter: Tensor
+    shard: Tensor
+    bits: int
+    values: dict[str, Any] | None
+    capturable: bool
+    size: int
+
+
+class Residency:
+    """The home of each parameter's state, by a policy that may be changed at any time between steps.
+
+    ``policy``: "device", "host", bytes of device memory, or "auto" (host until the first full iteration has shown how
+    much memory it leaves). ``reserve``: bytes that "auto" leaves free.
+    """
+
+    def __init__(self, owner: str, policy: policies.Policy, reserve: int | None) -> None:
+        self._owner = owner
+        self.policy = policies.check_policy(owner, policy)
+        self.reserve = policies.check_reserve(owner, reserve)
+        self.offloaded = False
+        self._arenas: dict[Tensor, Arena] = {}
+        self._pipelines: dict[torch.device, CudaPipeline] = {}
+        self._budgets: dict[torch.device, int] = {}
+        self._steps = 0
+        self._on_device: set[Tensor] = set()
+        self._devices: set[torch.device] = set()
+        self._unusable: set[torch.device] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"owner": self._owner, "policy": self.policy, "reserve": self.reserve}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        Residency.__init__(self, **values)
+
+    def set_policy(self, policy: policies.Policy) -> None:
+        """Take another policy; `place` then moves what has to move. ValueError if there is no such policy."""
+        self.policy = policies.check_policy(self._owner, policy)
+        self.offloaded = False
+        self._budgets.clear()
+        self._steps = 0
+
+    # Waiting
+
+    def wait(self) -> None:
+        """Until state in host memory is that of the last step. Blocks."""
+        for pipeline in self._pipelines.values():
+            pipeline.wait()
+
+    # Homes
+
+    def device_for(self, parameter: Tensor, shard: Tensor) -> torch.device:
+        """Where state of ``parameter`` that is being loaded belongs."""
+        if not self._can_page(shard):
+            return shard.device
+        on_device = self.policy == "device" if parameter not in self._arenas else False
+        return shard.device if on_device or parameter in self._on_device else CPU
+
+    def is_on_host(self, parameter: Tensor) -> bool:
+        """Whether `place` put the state of ``parameter`` into host memory."""
+        return parameter in self._arenas
+
+    def _can_page(self, shard: Tensor) -> bool:
+        return shard.device.type == PAGEABLE and shard.numel() > 0 and shard.device not in self._unusable
+
+    def place(
+        self, optimizer: BlockwiseOptimizer, fresh: bool = True, also: Collection[Tensor] = ()
+    ) -> dict[Tensor, dict[str, Tensor]]:
+        """Bring all state where it belongs; returns the zero state that parameters without one get if ``fresh``, those
+        of ``also`` even if they are frozen.
+
+        Raises HostMemoryError if host memory is refused: what had been moved so far stays where it is, valid.
+        """
+        self._find_devices(optimizer)
+        entries = list(self._entries(optimizer, fresh, also))
+        in_host = self._choose(entries)
+        self.wait()
+        made: dict[Tensor, dict[str, Tensor]] = {}
+        rule = optimizer.rule
+        left = {e.shard.device for e in entries if e.parameter in in_host and _is_on_device(e)}
+        self._to_host([entry for entry in entries if entry.parameter in in_host], rule, made)
+        for entry in entries:
+            if entry.parameter in in_host:
+                continue
+            if entry.values is None:
+                made[entry.parameter] = state.allocate(entry.shard, entry.bits, rule, entry.capturable)
+            elif entry.parameter in self._arenas or not _is_on_device(entry):
+                _move(entry.values, state.keys(rule, entry.bits), entry.shard.device)
+        known = {entry.parameter for entry in entries}
+        self._arenas = {p: arena for p, arena in self._arenas.items() if p in in_host and p in known}
+        self._on_device = known - in_host
+        self._fit_pipelines([entry for entry in entries if entry.parameter in in_host])
+        if left:
+            torch.cuda.empty_cache()  # else what was given back would stay with torch's allocator
+        return made
+
+    def _entries(
+        self, optimizer: BlockwiseOptimizer, fresh: bool, also: Collection[Tensor]
+    ) -> Iterator[_Entry]:
+        rule = optimizer.rule
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                values = dict.get(optimizer.state, parameter)
+                if not values and not fresh:
+                    continue
+                if state.is_frozen(parameter, values) and parameter not in also:
+                    continue
+                name = parameter_name(optimizer.param_groups, index, position)
+                sharding.check(parameter, name)
+                shard = sharding.local(parameter).detach()
+                if shard.device.type == "meta":
+                    continue
+                if values:
+                    state.check_shapes(name, shard, values, rule, hosted=True)
+                    bits = state.bits_of(values)
+                else:
+                    bits = state.decide(parameter, group, position).bits
+                size = state.expected_bytes(shard.numel(), bits, rule)
+                yield _Entry(parameter, shard, bits, values or None, group["capturable"], size)
+
+    def _find_devices(self, optimizer: BlockwiseOptimizer) -> None:
+        """Find the parameters' devices; say, once, on which of them state stays as in the unpaged class."""
+        self._devices = {
+            sharding.local(p).device for group in optimizer.param_groups for p in group["params"]
+        }
+        self._unusable = set()
+        for device in self._devices:
+            reason = None
+            if device.type == "cpu" != PAGEABLE:
+                reason = "parameters on the CPU have their state there, in ordinary memory"
+            elif device.type != "meta" and _backend(device, optimizer._backend) != PAGEABLE:
+                reason = f"state of parameters on {device.type} devices is streamed by the native CUDA kernels alone"
+            if reason is None:
+                continue
+            self._unusable.add(device)
+            if f"{self._owner} {device.type}" not in _said:
+                _said.add(f"{self._owner} {device.type}")
+                warnings.warn(
+                    f"{self._owner}: {reason}; it works as the unpaged class.", UserWarning, stacklevel=2
+                )
+
+    def _choose(self, entries: Sequence[_Entry]) -> set[Tensor]:
+        """The parameters whose state shall be in host memory."""
+        result: set[Tensor] = set()
+        for device in dict.fromkeys(entry.shard.device for entry in entries):
+            own = [entry for entry in entries if entry.shard.device == device and self._can_page(entry.shard)]
+            left = self._budget(device, own)
+            for entry in own:
+                if left is None or entry.size <= left:
+                    left = None if left is None else left - entry.size
+                else:
+                    result.add(entry.parameter)
+        return result
+
+    def _budget(self, device: torch.device, entries: Sequence[_Entry]) -> int | None:
+        """Bytes of state that stay on the device, None for all."""
+        total = sum(entry.size for entry in entries)
+        if not self.offloaded and self.policy == "device":
+            return None
+        if self.offloaded or self.policy == "host":
+            return 0
+        budget = self._budgets.get(device, 0) if self.policy == "auto" else self.policy
+        assert isinstance(budget, int)
+        if total <= budget:
+            return None
+        return max(0, budget - policies.BUFFERS * self._chunk_bytes(device, total))
+
+    def _to_host(self, entries: Sequence[_Entry], rule: Rule, made: dict[Tensor, dict[str, Tensor]]) -> None:
+        new = [entry for entry in entries if not self._is_at_home(entry)]
+        for device in dict.fromkeys(entry.shard.device for entry in new):
+            # Those that one launch updates lie side by side, so that one copy takes many.
+            own = [entry for entry in new if entry.shard.device == device]
+            own.sort(key=lambda entry: (entry.bits, str(entry.shard.dtype)))
+            templates = [_template(entry, rule) for entry in own]
+            sizes = [sum(aligned(t.numel() * t.element_size()) for t in some.values()) for some in templates]
+            first = 0
+            for arena, count in arenas(sizes, _locker(device)):
+                for entry, some in zip(own[first : first + count], templates[first : first + count]):
+                    values = {key: arena.cut(tensor) for key, tensor in some.items()}
+                    if entry.values is None:
+                        step = torch.zeros((), dtype=torch.float32)
+                        made[entry.parameter] = {"step": step, **values}
+                    else:
+                        for key, value in values.items():
+                            entry.values[key] = value.copy_(entry.values[key])
+                    self._arenas[entry.parameter] = arena
+                first += count
+
+    def _is_at_home(self, entry: _Entry) -> bool:
+        arena = self._arenas.get(entry.parameter)
+        if arena is None or entry.values is None:
+            return False
+        begin = arena.memory.data_ptr()
+        end = begin + arena.memory.numel()
+        return all(
+            begin <= value.data_ptr() < end
+            for key, value in entry.values.items()
+            if key != "step" and isinstance(value, Tensor) and value.numel()
+        )
+
+    # Buckets
+
+    def bucket(self, key: BucketKey, rule: Rule, slots: Sequence[Slot], backend: Backend) -> Bucket:
+        """A bucket of slots whose states are in host memory."""
+        make: Callable[[Sequence[Slot]], Bucket] = partial(backend.bucket, key, rule)
+        return HostBucket(key, slots, make, self._pipeline(key.device))
+
+    def _pipeline(self, device: torch.device) -> Pipeline:
+        if device not in self._pipelines:
+            self._pipelines[device] = _new_pipeline(device)
+        return self._pipelines[device]
+
+    def _fit_pipelines(self, entries: Sequence[_Entry]) -> None:
+        """Give each device's pipeline the staging buffers that its state in host memory asks for."""
+        devices = {entry.shard.device for entry in entries}
+        for device in devices:
+            size = sum(entry.size for entry in entries if entry.shard.device == device)
+            self._pipeline(device)
+            self._pipelines[device].resize(self._chunk_bytes(device, size))
+        for device, pipeline in self._pipelines.items():
+            if device not in devices:
+                pipeline.resize(0)
+
+    def _chunk_bytes(self, device: torch.device, size: int) -> int:
+        limit = self.policy // 2 if isinstance(self.policy, int) and not self.offloaded else None
+        return policies.chunk_size(size, _speed(device), limit)
+
+    # "auto"
+
+    def is_due(self, optimizer: BlockwiseOptimizer) -> bool:
+        """Whether "auto" now wants other homes: asked before each step.
+
+        The first iteration shows what it needs beside the state, as the allocator keeps what was used at the peak.
+        """
+        if self.policy != "auto" or self.offloaded:
+            return False
+        self._steps += 1
+        if self._steps == 1:
+            return False
+        due = False
+        for device in self._devices - self._unusable:
+            free, total = _free_memory(device)
+            reserve = policies.reserve_of(self.reserve, total)
+            if device not in self._budgets:
+                self._budgets[device] = max(0, free - reserve)
+                due = True
+            elif free < reserve and self._budgets[device] > 0:
+                # Half a reserve more than is missing, lest the next step asks again.
+                held = self._held(optimizer, device)
+                self._budgets[device] = max(
+                    0, min(held, self._budgets[device]) - (reserve - free) - reserve // 2
+                )
+                due = True
+        return due
+
+    def _held(self, optimizer: BlockwiseOptimizer, device: torch.device) -> int:
+        """Bytes of state on the device."""
+        size = 0
+        for p in self._on_device:
+            values = dict.get(optimizer.state, p) or {}
+            size += sum(v.nbytes for v in values.values() if isinstance(v, Tensor) and v.device == device)
+        return size
+
+    def release_staging(self) -> None:
+        """Give the staging buffers back until the next step."""
+        for pipeline in self._pipelines.values():
+            pipeline.resize(0)
+        torch.cuda.empty_cache()
+
+    def staging_bytes(self) -> dict[torch.device, int]:
+        """Bytes of staging buffers by device."""
+        return {
+            device: sum(b.nbytes for b in p.buffers) for device, p in self._pipelines.items() if p.buffers
+        }
+
+
+def _template(entry: _Entry, rule: Rule) -> dict[str, Tensor]:
+    """Tensors with the shapes, strides and dtypes of a parameter's state, without memory."""
+    shard = entry.shard
+    dtype = torch.uint8 if entry.bits == 8 else torch.float32
+    like = torch.empty_strided(shard.shape, shard.stride(), dtype=dtype, device="meta")
+    result = dict.fromkeys(rule.states, like)
+    if entry.bits == 8:
+        scales = torch.empty(state.blocks(shard.numel()), dtype=torch.float32, device="meta")
+        result.update(dict.fromkeys(map(state.absmax_key, rule.states), scales))
+    return result
+
+
+def _is_on_device(entry: _Entry) -> bool:
+    return entry.values is not None and any(
+        isinstance(value, Tensor) and value.device == entry.shard.device
+        for key, value in entry.values.items()
+        if key != "step"
+    )
+
+
+def _move(values: dict[str, Any], keys: Iterable[str], device: torch.device) -> None:
+    for key in keys:
+        if key != "step":
+            values[key] = torch.empty_like(values[key], device=device).copy_(values[key])
+
+
+def _backend(device: torch.device, requested: str) -> str:
+    return backends.select(device, requested).name
+
+
+def _free_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes free on the device, and its size."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free, total
+
+
+def _locker(device: torch.device) -> Locker:
+    from ..backends import cuda_pipeline
+
+    return Locker(partial(cuda_pipeline.lock, device), partial(cuda_pipeline.unlock, device))
+
+
+def _new_pipeline(device: torch.device) -> Any:
+    from ..backends.cuda_pipeline import CudaPipeline
+
+    return CudaPipeline(device, policies.BUFFERS)
+
+
+@cache
+def _speed(device: torch.device) -> Bandwidth:
+    """Measured once a process and device, with 32 MiB."""
+    arena = Arena(MEASURED_BYTES, _locker(device))
+    return _new_pipeline(device).measure(arena.memory)  # type: ignore[no-any-return]
