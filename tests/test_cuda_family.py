@@ -106,11 +106,13 @@ def test_trust_ratios_are_those_of_the_cpu(name: str, bits: str, rules: dict[str
         run(optimizer, params, steps=3)
         assert params[-1].abs().max() > 0
         results.append([p.detach().cpu() for p in params])
-    for cpu, cuda in zip(*results):
+    start = [p.detach() for p in parameters(torch.float32, "cpu")] + [torch.zeros(5000)]
+    for cpu, cuda, old in zip(*results, start):
         # 8-bit codes may differ by one where the approximate division falls on the other side of a threshold.
         tolerance = 2e-3 if bits == "8bit" else 2e-5
         assert (cpu - cuda).abs().max() <= tolerance * max(1.0, float(cpu.abs().max()))
-        assert (cpu - cuda).norm() <= 0.05 * tolerance * cpu.norm() + 1e-5
+        # 1 - beta**t is made with an approximate power there, of which 1e-4 is left over when beta is near 1.
+        assert (cpu - cuda).norm() <= 0.05 * tolerance * cpu.norm() + 1e-4 * (cpu - old).norm()
 
 
 def test_a_lamb_step_waits_for_nothing() -> None:

@@ -172,6 +172,7 @@ def test_a_step_on_another_stream_is_ordered_with_that_stream(
     assert all(torch.equal(a, p) for a, p in zip(after, parameters))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_is_refused() -> None:
     p = torch.nn.Parameter(torch.randn(5000, device="cuda"))
     p.grad = torch.randn_like(p)
