@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,33 @@ def launch(folder: Path, world: int, hidden: int, source: int | None) -> dict[st
     return found
 
 
+def described(run: tuple[int, int, int], saved: dict[str, Any], resumed: dict[str, Any]) -> dict[str, Any]:
+    """A row of the report, printed too."""
+    world, hidden, source = run
+    reference = saved["after"]
+    row = {
+        "hidden": hidden, "saved at": source, "resumed at": world, "backend": resumed["backend"],
+        "blocks": resumed["blocks"], "requantized": resumed["requantized"],
+        "first loss": saved["before"][0], "loss at the save": saved["before"][-1], "last loss": resumed["after"][-1],
+        "last loss, never stopped": reference[-1],
+        "largest difference of a loss": max(abs(a - b) for a, b in zip(resumed["after"], reference)),
+    }  # fmt: skip
+    print(
+        f"rows of {hidden}: saved at {source}, resumed at {world} ({row['backend']}): loss "
+        f"{row['first loss']:.4f} -> {row['loss at the save']:.4f} -> {row['last loss']:.4f}, "
+        f"never stopped {reference[-1]:.4f}, largest difference {row['largest difference of a loss']:.1e}; "
+        f"{row['requantized']} of {row['blocks']} blocks requantised",
+        flush=True,
+    )
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--parallel", type=int, default=1, help="launches at once")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--hidden", type=int, default=0, help=argparse.SUPPRESS)
@@ -123,37 +146,16 @@ def main() -> int:
     if options.rank_folder:
         rank_main(options.rank_folder, options.hidden, options.source)
         return 0
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
+    worlds = options.worlds
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.parallel) as pool:
         folder = Path(name)
-        for hidden in HEADS:
-            saved = {world: launch(folder, world, hidden, None) for world in options.worlds}
-            for source in options.worlds:
-                for world in options.worlds:
-                    resumed = launch(folder, world, hidden, source)
-                    reference = saved[source]["after"]
-                    difference = max(abs(a - b) for a, b in zip(resumed["after"], reference))
-                    row = {
-                        "hidden": hidden,
-                        "saved at": source,
-                        "resumed at": world,
-                        "backend": resumed["backend"],
-                        "blocks": resumed["blocks"],
-                        "requantized": resumed["requantized"],
-                        "first loss": saved[source]["before"][0],
-                        "loss at the save": saved[source]["before"][-1],
-                        "last loss": resumed["after"][-1],
-                        "last loss, never stopped": reference[-1],
-                        "largest difference of a loss": difference,
-                    }
-                    rows.append(row)
-                    print(
-                        f"rows of {hidden}: saved at {source}, resumed at {world} ({row['backend']}): loss "
-                        f"{row['first loss']:.4f} -> {row['loss at the save']:.4f} -> {row['last loss']:.4f}, "
-                        f"never stopped {reference[-1]:.4f}, largest difference {difference:.1e}; "
-                        f"{row['requantized']} of {row['blocks']} blocks requantised",
-                        flush=True,
-                    )
+        saves = [(world, hidden, None) for hidden in HEADS for world in worlds]
+        saved = dict(zip(saves, pool.map(lambda run: launch(folder, *run), saves)))
+        resumes = [(world, hidden, source) for hidden in HEADS for source in worlds for world in worlds]
+        rows = [
+            described(run, saved[run[2], run[1], None], resumed)
+            for run, resumed in zip(resumes, pool.map(lambda run: launch(folder, *run), resumes))
+        ]
     exact = [row for row in rows if row["saved at"] == row["resumed at"]]
     wrong = [row for row in exact if row["largest difference of a loss"] != 0 or row["requantized"] != 0]
     # Another number of ranks adds the batch up in another order; a requantised block adds its own rounding.

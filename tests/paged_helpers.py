@@ -7,6 +7,7 @@ needs the staging buffer, not before. So whoever forgets to wait reads the state
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,18 +28,27 @@ class Speed(NamedTuple):
 
 
 class LazyPipeline:
-    """See `bnb_fsdp.residency.chunks.Pipeline`."""
+    """See `bnb_fsdp.residency.chunks.Pipeline`.
 
-    def __init__(self, log: list[str]) -> None:
+    Executes chunks in any order that the events of csrc/cuda/pipeline.cpp allow: copies in, updates and copies out are
+    three queues; a chunk is updated after it came in and goes out after that; its buffer's former chunk goes out before
+    it comes in. ``seed`` None: nothing goes out before it has to, everything comes in as late as it may.
+    """
+
+    def __init__(self, log: list[str], seed: int | None = None) -> None:
         self.chunk_bytes = 0
         self.buffers: list[Tensor] = []
         self.log = log
         self.moved = 0
         """Bytes that came in."""
+        self.waits = 0
         self._next = 0
-        self._out: dict[int, list[Any]] = {}
+        self._out: list[tuple[int, Sequence[Any]]] = []
+        self._random = None if seed is None else random.Random(seed)
 
     def resize(self, chunk_bytes: int) -> None:
+        if chunk_bytes == self.chunk_bytes:
+            return
         self.wait()
         self.chunk_bytes = chunk_bytes
         self.buffers = [torch.full((chunk_bytes,), 0xA5, dtype=torch.uint8) for _ in range(policy.BUFFERS)]
@@ -55,27 +65,54 @@ class LazyPipeline:
 
         def run(pointers: int, hypers: Any) -> None:
             assert buffers is self.buffers
+            work = []
             for chunk, bucket in zip(chunks, buckets):
                 own = pointers + 8 * chunk.first
-                if not any((ctypes.c_uint64 * len(chunk.slots)).from_address(own)):
+                if any((ctypes.c_uint64 * len(chunk.slots)).from_address(own)):
+                    work.append((chunk, bucket, own))
+            came = updated = 0
+            while updated < len(work):
+                possible = ["update"] if updated < came else []
+                if came < len(work):
+                    buffer = work[came][0].buffer
+                    waiting = buffer in {earlier.buffer for earlier, _, _ in work[updated:came]}
+                    if not waiting and buffer not in {index for index, _ in self._out}:
+                        possible.append("in")
+                if self._out:
+                    possible.append("out")
+                what = possible[0] if self._random is None else self._random.choice(possible)
+                if what == "out":
+                    self._go_out()
                     continue
-                self._flush(chunk.buffer)
-                for copy in chunk.copies:
-                    ctypes.memmove(copy.device, copy.host, copy.size)
-                    self.moved += copy.size
-                self.log.append(f"in {chunk.buffer}")
-                bucket.run_pointers(own, hypers)
-                self._out[chunk.buffer] = chunk.copies
+                chunk, bucket, own = work[came if what == "in" else updated]
+                if what == "in":
+                    for copy in chunk.copies:
+                        ctypes.memmove(copy.device, copy.host, copy.size)
+                        self.moved += copy.size
+                    self.log.append(f"in {chunk.buffer}")
+                    came += 1
+                else:
+                    bucket.run_pointers(own, hypers)
+                    self._out.append((chunk.buffer, chunk.copies))
+                    updated += 1
+            while self._random is not None and self._out and self._random.random() < 0.5:
+                self._go_out()
 
         return run
 
-    def _flush(self, buffer: int) -> None:
-        for copy in self._out.pop(buffer, ()):
+    def _go_out(self) -> None:
+        for copy in self._out.pop(0)[1]:
             ctypes.memmove(copy.host, copy.device, copy.size)
 
+    @property
+    def pending(self) -> bool:
+        """Whether something has not gone out yet."""
+        return bool(self._out)
+
     def wait(self) -> None:
-        for buffer in list(self._out):
-            self._flush(buffer)
+        self.waits += 1
+        while self._out:
+            self._go_out()
 
 
 class Device:
@@ -84,6 +121,9 @@ class Device:
     def __init__(self) -> None:
         self.free, self.total = 8 << 30, 16 << 30
         self.locked: dict[int, int] = {}
+        self.most_locked = 0
+        self.seed: int | None = None
+        """Of the order in which coming pipelines work."""
         self.refuse_from: int | None = None
         """Refuse to lock more once so many bytes are locked."""
         self.log: list[str] = []
@@ -92,13 +132,18 @@ class Device:
     def lock(self, address: int, size: int) -> None:
         if self.refuse_from is not None and sum(self.locked.values()) + size > self.refuse_from:
             raise RuntimeError("out of memory (simulated)")
+        assert not any(a < address + size and address < a + s for a, s in self.locked.items())
         self.locked[address] = size
+        self.most_locked = max(self.most_locked, self.locked_bytes)
 
     def unlock(self, address: int) -> None:
+        """As the true one, once all copies are done."""
+        for pipeline in self.pipelines:
+            pipeline.wait()
         del self.locked[address]
 
     def new_pipeline(self, device: torch.device) -> LazyPipeline:
-        self.pipelines.append(LazyPipeline(self.log))
+        self.pipelines.append(LazyPipeline(self.log, self.seed))
         return self.pipelines[-1]
 
     @property
@@ -111,11 +156,13 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(residency, "PAGEABLE", "cpu")
     monkeypatch.setattr(residency, "_locker", lambda _: Locker(device.lock, device.unlock))
     monkeypatch.setattr(residency, "_new_pipeline", device.new_pipeline)
+    monkeypatch.setattr(residency, "ASK_SECONDS", 0.0)
     monkeypatch.setattr(residency, "_speed", lambda _: Speed())
+    monkeypatch.setattr(residency, "ASK_SECONDS", 0.0, raising=False)
     monkeypatch.setattr(residency, "_free_memory", lambda _: (device.free, device.total))
     return device
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+@pytest.fixture(name="device")
+def simulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     yield simulated(monkeypatch)

@@ -208,6 +208,12 @@ def test_betas_and_eps_are_those_of_the_arguments(arguments: Callable[..., Any])
         ("adamw", "optim_bits=8,backend=torch", {"optim_bits": 8, "backend": "torch"}),
         ("lion8bit", "beta2=0.99", {"betas": (0.9, 0.99)}),
         ("lion8bit", "", {}),
+        ("paged_adamw8bit", "residency=host", {"residency": "host"}),
+        (
+            "paged_lion",
+            "residency=2000000000,residency_reserve=0",
+            {"residency": 2_000_000_000, "residency_reserve": 0},
+        ),
     ],
 )
 def test_optim_args(arguments: Callable[..., Any], name: str, text: str, expected: dict[str, Any]) -> None:

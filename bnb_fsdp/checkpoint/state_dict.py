@@ -572,6 +572,12 @@ def _entry(
     if optimizer._residency is not None:
         home = optimizer._residency.device_for(parameter, shard)
     values: dict[str, Any] = {"step": torch.tensor(found.step, dtype=torch.float32)}
+    # What is not at its home yet is copied there by `Residency.place`: another copy in host memory would be too many.
+    copied_later = (
+        optimizer._residency is not None
+        and (optimizer._residency.is_on_host(parameter) or home != shard.device)
+        and (found.layout is None or found.layout.grid)  # others are requantised in place
+    )
     total = requantized = 0
     phase = None
     if found.layout is not None and found.layout.has_phase:
@@ -581,7 +587,10 @@ def _entry(
         [part] = found.tensors[key].values()
         old = live.get(key)
         if old is None or not _is_same_memory(part, old, shard, home):
-            old = torch.empty_like(shard, dtype=part.dtype, device=home, requires_grad=False).copy_(part)
+            old = part
+            own = optimizer._residency is not None and optimizer._residency.holds(part)
+            if not copied_later or own or (part.device, part.stride()) != (home, shard.stride()):
+                old = torch.empty_like(shard, dtype=part.dtype, device=home, requires_grad=False).copy_(part)
         values[key] = old
         if found.layout is None:
             continue

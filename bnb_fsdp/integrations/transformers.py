@@ -26,7 +26,13 @@ from .enums import extend_str_enum
 
 logger = logging.getLogger(__name__)
 
-OPTIM_ARGS: dict[str, type] = {
+
+def _policy(text: str) -> str | int:
+    """A residency: a name, or a number of bytes."""
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+OPTIM_ARGS: dict[str, Callable[[str], Any]] = {
     "backend": str,
     "beta1": float,
     "beta2": float,
@@ -42,6 +48,8 @@ OPTIM_ARGS: dict[str, type] = {
     "lr_decay": float,
     "initial_accumulator_value": float,
     "max_unorm": float,
+    "residency": _policy,
+    "residency_reserve": int,
 }
 """Keys of ``optim_args`` and their types; an optimizer takes those that its constructor has."""
 
@@ -192,7 +200,8 @@ def parse_optim_args(name: str, text: str | None) -> dict[str, Any]:
     """
     keywords = _keywords(optimizer_class(name))
     betas = _BETAS[: len(keywords["betas"])] if "betas" in keywords else ()
-    valid = [key for key in OPTIM_ARGS if key in betas or key in keywords]
+    unusable = () if "paged_" in name else ("residency", "residency_reserve")
+    valid = [key for key in OPTIM_ARGS if (key in betas or key in keywords) and key not in unusable]
     result: dict[str, Any] = {}
     for item in text.replace(" ", "").split(",") if text else ():
         key, equals, value = item.partition("=")
@@ -213,7 +222,7 @@ def parse_optim_args(name: str, text: str | None) -> dict[str, Any]:
             result[key] = kind(value)
         except ValueError:
             raise ValueError(
-                f"optim_args={text!r}: {key}={value!r} is not of type {kind.__name__}."
+                f"optim_args={text!r}: {key}={value!r} is not of type {getattr(kind, '__name__', kind)}."
             ) from None
     return result
 

@@ -83,6 +83,22 @@ class _PagedState(_State):
         self._wait()
         return super().values()
 
+    def __iter__(self) -> Any:  # also what dict(), copy() and | go by, which then ask for every item
+        self._wait()
+        return super().__iter__()
+
+    def setdefault(self, *args: Any) -> Any:
+        self._wait()
+        return super().setdefault(*args)
+
+    def pop(self, *args: Any) -> Any:
+        self._wait()
+        return super().pop(*args)
+
+    def popitem(self) -> Any:
+        self._wait()
+        return super().popitem()
+
 
 class BlockwiseOptimizer(torch.optim.Optimizer):
     """Base of all optimizers of this package; see its subclasses for hyperparameters.

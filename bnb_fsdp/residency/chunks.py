@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..backends.base import Bucket, BucketKey, Slot, addresses
+from ..backends.base import Bucket, BucketKey, Slot, addresses, device_rate
 from ..codebook import BLOCK_SIZE
 from ..rules import Hyper
 from .memory import aligned
+from .policy import RAMP, room
 
 TILE = 4096
 """Elements: a tensor is cut at multiples of it, as the kernels are, so that no block is cut and alignment is kept."""
@@ -79,27 +80,33 @@ def _element_bytes(slot: Slot, count: int) -> int:
     return size + sum(aligned(4 * -(-count // BLOCK_SIZE)) for _ in slot.absmax)
 
 
-def _pieces(slots: Sequence[Slot], room: int) -> Iterator[list[_Piece]]:
-    """The pieces of each chunk of up to ``room`` bytes."""
+def _pieces(slots: Sequence[Slot], chunk_bytes: int) -> Iterator[list[_Piece]]:
+    """The pieces of each chunk of up to ``chunk_bytes``; see `bnb_fsdp.residency.policy.room`."""
     tile = max((_element_bytes(slot, TILE) for slot in slots), default=0)
-    if tile > room:
-        raise ValueError(f"a staging buffer of {room} bytes holds no {TILE} elements, which take {tile}.")
+    if tile > chunk_bytes >> RAMP:
+        raise ValueError(
+            f"staging buffers of {chunk_bytes} bytes are too small: {TILE} elements take {tile}."
+        )
+    remaining = sum(_element_bytes(slot, slot.parameter.numel()) for slot in slots)
+    number = 0
     chunk: list[_Piece] = []
-    left = room
+    left = space = room(number, remaining, chunk_bytes)
     for index, slot in enumerate(slots):
         total, start = slot.parameter.numel(), 0
         while True:
             count = total - start
             size = _element_bytes(slot, count)
             if size > left:
-                count = _fitting(slot, left) if size > room // 4 else 0
-                if count < TILE or (chunk and _element_bytes(slot, count) < room // 8):
+                count = _fitting(slot, left) if size > space // 4 else 0
+                if count < TILE or (chunk and _element_bytes(slot, count) < space // 8):
                     yield chunk
-                    chunk, left = [], room
+                    chunk, number = [], number + 1
+                    left = space = room(number, remaining, chunk_bytes)
                     continue
                 size = _element_bytes(slot, count)
             chunk.append(_Piece(index, start, count))
             left -= size
+            remaining -= size
             start += count
             if start >= total:
                 break
@@ -138,6 +145,7 @@ class HostBucket:
         self._key = key
         self._slots = tuple(slots)
         self._pipeline = pipeline
+        self._used = sorted({slot.group for slot in slots})
         pieces: list[_Piece] = []
         chunks: list[Chunk] = []
         split = {piece.slot for part in _pieces(slots, pipeline.chunk_bytes) for piece in part if piece.start}
@@ -171,13 +179,16 @@ class HostBucket:
         if chunk.copies:
             last = chunk.copies[-1]
             offset = aligned(last.device + last.size - buffer.data_ptr())
-        staged = []
+        staged: list[Tensor] = []
+        whole = piece.numel == slot.parameter.numel()
         for values, start, count in self._ranges(slot, piece):
             host = _flat(values, start, count)
             size = count * host.element_size()
             device = buffer[offset : offset + size].view(host.dtype)
+            # Bytes behind a part of a tensor are another piece's, those behind the whole of one are padding.
+            padded = whole or (piece.start == 0 and not staged)
             staged.append(device)
-            _append(chunk.copies, Copy(host.data_ptr(), device.data_ptr(), size))
+            _append(chunk.copies, Copy(host.data_ptr(), device.data_ptr(), size), padded)
             offset += aligned(size)
         states = len(slot.states)
         chunk.slots.append(
@@ -198,7 +209,10 @@ class HostBucket:
             yield values, piece.start // BLOCK_SIZE, -(-piece.numel // BLOCK_SIZE)
 
     def check(self, hypers: Sequence[Hyper], capturing: bool) -> None:
-        """RuntimeError for a capture: a graph would replay copies of memory that may have been let go."""
+        """RuntimeError for a capture: a graph would replay copies of memory that may have been let go. ValueError for
+        an unusable learning rate."""
+        for group in self._used:
+            device_rate(hypers[group], self._key.device)
         if capturing:
             raise RuntimeError(
                 "step() in a CUDA graph: the state of some parameters is in host memory, which a graph cannot "
@@ -236,12 +250,14 @@ class HostBucket:
         raise RuntimeError(f"{self._key.rule}: no Paged class needs norms.")
 
 
-def _append(copies: list[Copy], new: Copy) -> None:
-    """Append ``new``, or make the last copy longer if ``new`` goes on where it ends (gaps of alignment included)."""
+def _append(copies: list[Copy], new: Copy, padded: bool) -> None:
+    """Append ``new``, or make the last copy longer if ``new`` goes on where it ends: behind the padding, if there is
+    nothing but ``padded`` between them."""
     if copies:
         last = copies[-1]
-        gap = new.host - last.host
-        if gap == new.device - last.device and gap == aligned(last.size):
-            copies[-1] = Copy(last.host, last.device, gap + new.size)
+        distance = new.host - last.host
+        end = aligned(last.size) if padded else last.size
+        if distance == new.device - last.device == end:
+            copies[-1] = Copy(last.host, last.device, distance + new.size)
             return
     copies.append(new)

@@ -48,6 +48,7 @@ class Arena:
             pages = mmap.mmap(-1, max(size, 1))
         except (OSError, OverflowError, MemoryError) as error:
             raise HostMemoryError(f"{size:,} bytes of host memory were refused: {error}") from error
+        self._pages = pages
         self.memory = torch.frombuffer(pages, dtype=torch.uint8)
         address = self.memory.data_ptr()
         try:
@@ -65,11 +66,13 @@ class Arena:
         return len(self.memory) - self._end
 
     def cut(self, like: Tensor) -> Tensor:
-        """A zeroed tensor with the shape, strides and dtype of the dense tensor ``like``."""
-        size = like.numel() * like.element_size()
-        part = self.memory[self._end : self._end + size].view(like.dtype)
-        self._end += aligned(size)
-        return part.as_strided(like.shape, like.stride()) if like.numel() else part.view(like.shape)
+        """A zeroed tensor with the shape, strides and dtype of the dense tensor ``like``, which has elements.
+
+        Its storage is its own part of the pages: pickled or saved it takes no more than its own bytes.
+        """
+        part = torch.frombuffer(self._pages, dtype=like.dtype, count=like.numel(), offset=self._end)
+        self._end += aligned(part.nbytes)
+        return part.as_strided(like.shape, like.stride())
 
 
 def _unlock(unlock: Callable[[int], None], address: int, process: int) -> None:

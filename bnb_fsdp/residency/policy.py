@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 POLICIES = ("auto", "device", "host")
@@ -16,8 +15,11 @@ BUFFERS = 3
 CHUNK_SIZES = tuple(1 << shift for shift in range(20, 26))
 """Bytes, 1 to 32 MiB."""
 
-LAUNCH_SECONDS = 12e-6
-"""What the update of a chunk costs the host and the device beside its copies (docs/paged.md)."""
+HOST_SECONDS = 25e-6
+"""What queueing a chunk costs the host on an H200's: its copies, events and launch (docs/paged.md)."""
+
+RAMP = 3
+"""The first chunk is this many halvings smaller than a buffer, and so, about, is the last."""
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 1 << 30
@@ -62,16 +64,23 @@ def reserve_of(reserve: int | None, total: int) -> int:
     return max(RESERVE_BYTES, int(RESERVE_SHARE * total)) if reserve is None else reserve
 
 
-def predicted(size: int, chunk: int, speed: Speed) -> float:
-    """Seconds to move ``size`` bytes in and out by chunks of ``chunk``.
+def room(number: int, left: int, chunk: int) -> int:
+    """Bytes for the chunk of this number (from 0) when ``left`` bytes remain, of a buffer of ``chunk``.
 
-    The first chunk comes in and the last goes out with nothing beside it; in between both directions are busy, or what
-    each chunk costs whatever its size is the limit.
+    The first chunk comes in, and the last goes out, with nothing beside it: so chunks start small and double, and near
+    the end each takes half of what remains.
     """
-    count = math.ceil(size / chunk)
-    part = min(chunk, size)
-    each = max(2 * part / speed.two_way, speed.chunk_seconds + LAUNCH_SECONDS)
-    return 2 * part / speed.one_way + (count - 1) * each + speed.chunk_seconds + LAUNCH_SECONDS
+    smallest = chunk >> RAMP
+    return max(smallest, min(chunk, chunk >> max(0, RAMP - number), left // 2))
+
+
+def predicted(size: int, chunk: int, speed: Speed) -> float:
+    """Seconds to move ``size`` bytes in and out by chunks of up to ``chunk``: both directions are busy all the time but
+    for the first and the last, or else the host is.
+    """
+    count = size / chunk + 2 * RAMP  # chunks, about
+    moving = 2 * size / speed.two_way + count * speed.chunk_seconds
+    return 2 * (chunk >> RAMP) / speed.one_way + max(moving, count * HOST_SECONDS)
 
 
 def chunk_size(size: int, speed: Speed, limit: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -15,8 +16,8 @@ from ..backends.base import Backend, Bucket, BucketKey, Slot
 from ..groups import parameter_name
 from ..rules import Rule
 from . import policy as policies
-from .chunks import HostBucket, Pipeline
-from .memory import Arena, Locker, aligned, arenas
+from .chunks import HostBucket
+from .memory import Arena, HostMemoryError, Locker, aligned, arenas
 
 if TYPE_CHECKING:
     from ..backends.cuda_pipeline import Bandwidth, CudaPipeline
@@ -27,6 +28,9 @@ PAGEABLE = "cuda"
 """The type of device, and the name of the backend, that state can be streamed to."""
 
 MEASURED_BYTES = 32 << 20
+ASK_SECONDS = 0.02
+"""How often "auto" asks for free memory at most: it takes 15 us, as much as a step of small state may take."""
+
 _said: set[str] = set()
 
 
@@ -58,8 +62,11 @@ class Residency:
         self._budgets: dict[torch.device, int] = {}
         self._steps = 0
         self._on_device: set[Tensor] = set()
+        self._asked = 0.0
         self._devices: set[torch.device] = set()
         self._unusable: set[torch.device] = set()
+        self._chunk_sizes: dict[torch.device, int] = {}
+        self._placed: tuple[policies.Policy, bool, dict[torch.device, int], int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"owner": self._owner, "policy": self.policy, "reserve": self.reserve}
@@ -71,7 +78,7 @@ class Residency:
         """Take another policy; `place` then moves what has to move. ValueError if there is no such policy."""
         self.policy = policies.check_policy(self._owner, policy)
         self.offloaded = False
-        self._budgets.clear()
+        self._budgets = {}
         self._steps = 0
 
     # Waiting
@@ -103,8 +110,14 @@ class Residency:
         """Bring all state where it belongs; returns the zero state that parameters without one get if ``fresh``, those
         of ``also`` even if they are frozen.
 
-        Raises HostMemoryError if host memory is refused: what had been moved so far stays where it is, valid.
+        Raises HostMemoryError if host memory is refused: what had been moved so far stays where it is, valid, and the
+        policy is again the one that `place` last followed. ValueError for step counts that are not on the host.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                f"{self._owner}: state cannot be placed while a CUDA graph is captured, and what is in host memory "
+                "cannot be part of one. Use the class without Paged."
+            )
         self._find_devices(optimizer)
         entries = list(self._entries(optimizer, fresh, also))
         in_host = self._choose(entries)
@@ -112,20 +125,37 @@ class Residency:
         made: dict[Tensor, dict[str, Tensor]] = {}
         rule = optimizer.rule
         left = {e.shard.device for e in entries if e.parameter in in_host and _is_on_device(e)}
-        self._to_host([entry for entry in entries if entry.parameter in in_host], rule, made)
+        moving = any(entry.values and not self._stays(entry, in_host) for entry in entries)
+        if moving:
+            self._synchronize()  # the last update may have been queued on any stream
+        try:
+            self._to_host([entry for entry in entries if entry.parameter in in_host], rule, made)
+        except HostMemoryError:
+            stateful = {entry.parameter for entry in entries if entry.values}
+            self._arenas = {p: arena for p, arena in self._arenas.items() if p in stateful}
+            if self._placed is not None:
+                self.policy, self.offloaded, self._budgets, self._steps = self._placed
+            raise
         for entry in entries:
             if entry.parameter in in_host:
                 continue
             if entry.values is None:
                 made[entry.parameter] = state.allocate(entry.shard, entry.bits, rule, entry.capturable)
-            elif entry.parameter in self._arenas or not _is_on_device(entry):
+            elif not self._stays(entry, in_host):
                 _move(entry.values, state.keys(rule, entry.bits), entry.shard.device)
         known = {entry.parameter for entry in entries}
         self._arenas = {p: arena for p, arena in self._arenas.items() if p in in_host and p in known}
         self._on_device = known - in_host
-        self._fit_pipelines([entry for entry in entries if entry.parameter in in_host])
+        for device, pipeline in self._pipelines.items():
+            # Staging buffers of another size are let go; those of this size are for the next step to make.
+            needed = any(entry.shard.device == device and entry.parameter in in_host for entry in entries)
+            if not needed or pipeline.chunk_bytes != self._chunk_sizes[device]:
+                pipeline.resize(0)
+        if moving:
+            self._synchronize()  # and the next may be on any other
         if left:
             torch.cuda.empty_cache()  # else what was given back would stay with torch's allocator
+        self._placed = self.policy, self.offloaded, dict(self._budgets), self._steps
         return made
 
     def _entries(
@@ -141,6 +171,11 @@ class Residency:
                     continue
                 name = parameter_name(optimizer.param_groups, index, position)
                 sharding.check(parameter, name)
+                if group["capturable"]:
+                    raise ValueError(
+                        f"{name}: capturable=True in a group of {self._owner}, whose state a CUDA graph cannot stream; "
+                        "use the class without Paged."
+                    )
                 shard = sharding.local(parameter).detach()
                 if shard.device.type == "meta":
                     continue
@@ -174,10 +209,11 @@ class Residency:
                 )
 
     def _choose(self, entries: Sequence[_Entry]) -> set[Tensor]:
-        """The parameters whose state shall be in host memory."""
+        """The parameters whose state shall be in host memory; finds each device's chunk size too."""
         result: set[Tensor] = set()
         for device in dict.fromkeys(entry.shard.device for entry in entries):
             own = [entry for entry in entries if entry.shard.device == device and self._can_page(entry.shard)]
+            self._chunk_sizes[device] = self._chunk_bytes(device, sum(entry.size for entry in own))
             left = self._budget(device, own)
             for entry in own:
                 if left is None or entry.size <= left:
@@ -197,7 +233,7 @@ class Residency:
         assert isinstance(budget, int)
         if total <= budget:
             return None
-        return max(0, budget - policies.BUFFERS * self._chunk_bytes(device, total))
+        return max(0, budget - policies.BUFFERS * self._chunk_sizes[device])
 
     def _to_host(self, entries: Sequence[_Entry], rule: Rule, made: dict[Tensor, dict[str, Tensor]]) -> None:
         new = [entry for entry in entries if not self._is_at_home(entry)]
@@ -220,14 +256,26 @@ class Residency:
                     self._arenas[entry.parameter] = arena
                 first += count
 
+    def _stays(self, entry: _Entry, in_host: Collection[Tensor]) -> bool:
+        if entry.parameter in in_host:
+            return self._is_at_home(entry)
+        return entry.parameter not in self._arenas and _is_on_device(entry)
+
+    def _synchronize(self) -> None:
+        for device in self._devices - self._unusable:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in the page-locked memory of this optimizer's state."""
+        return any(_lies_in(tensor, arena) for arena in self._arenas.values())
+
     def _is_at_home(self, entry: _Entry) -> bool:
         arena = self._arenas.get(entry.parameter)
         if arena is None or entry.values is None:
             return False
-        begin = arena.memory.data_ptr()
-        end = begin + arena.memory.numel()
         return all(
-            begin <= value.data_ptr() < end
+            _lies_in(value, arena)
             for key, value in entry.values.items()
             if key != "step" and isinstance(value, Tensor) and value.numel()
         )
@@ -237,27 +285,25 @@ class Residency:
     def bucket(self, key: BucketKey, rule: Rule, slots: Sequence[Slot], backend: Backend) -> Bucket:
         """A bucket of slots whose states are in host memory."""
         make: Callable[[Sequence[Slot]], Bucket] = partial(backend.bucket, key, rule)
-        return HostBucket(key, slots, make, self._pipeline(key.device))
+        pipeline = self._pipeline(key.device)
+        pipeline.resize(self._chunk_sizes[key.device])
+        return HostBucket(key, slots, make, pipeline)
 
-    def _pipeline(self, device: torch.device) -> Pipeline:
+    def _pipeline(self, device: torch.device) -> CudaPipeline:
         if device not in self._pipelines:
             self._pipelines[device] = _new_pipeline(device)
         return self._pipelines[device]
 
-    def _fit_pipelines(self, entries: Sequence[_Entry]) -> None:
-        """Give each device's pipeline the staging buffers that its state in host memory asks for."""
-        devices = {entry.shard.device for entry in entries}
-        for device in devices:
-            size = sum(entry.size for entry in entries if entry.shard.device == device)
-            self._pipeline(device)
-            self._pipelines[device].resize(self._chunk_bytes(device, size))
-        for device, pipeline in self._pipelines.items():
-            if device not in devices:
-                pipeline.resize(0)
-
     def _chunk_bytes(self, device: torch.device, size: int) -> int:
-        limit = self.policy // 2 if isinstance(self.policy, int) and not self.offloaded else None
-        return policies.chunk_size(size, _speed(device), limit)
+        """The chunk size for a device with ``size`` bytes of state: staging buffers take at most half of that, and of a
+        budget."""
+        limit = size // 2
+        if isinstance(self.policy, int):
+            limit = min(limit, self.policy // 2)
+        elif self.policy == "auto" and device in self._budgets:
+            reserve = policies.reserve_of(self.reserve, _free_memory(device)[1])
+            limit = min(limit, max(self._budgets[device] // 2, reserve // 8))
+        return policies.chunk_size(size, _speed(device), limit) if size else policies.CHUNK_SIZES[0]
 
     # "auto"
 
@@ -271,6 +317,10 @@ class Residency:
         self._steps += 1
         if self._steps == 1:
             return False
+        now = time.monotonic()
+        if self._budgets and now < self._asked + ASK_SECONDS:
+            return False
+        self._asked = now
         due = False
         for device in self._devices - self._unusable:
             free, total = _free_memory(device)
@@ -318,6 +368,11 @@ def _template(entry: _Entry, rule: Rule) -> dict[str, Tensor]:
         scales = torch.empty(state.blocks(shard.numel()), dtype=torch.float32, device="meta")
         result.update(dict.fromkeys(map(state.absmax_key, rule.states), scales))
     return result
+
+
+def _lies_in(tensor: Tensor, arena: Arena) -> bool:
+    begin = arena.memory.data_ptr()
+    return begin <= tensor.data_ptr() < begin + arena.memory.numel()
 
 
 def _is_on_device(entry: _Entry) -> bool:

@@ -1,0 +1,418 @@
+"""Tables, figure and verdict from the results of `fsdp2_evidence.py`; needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+LIMIT = 0.005  # of the 32-bit run's final held-out loss
+OURS = "bnb_fsdp "
+REFERENCE = "torch AdamW fused"
+WHY_NOT = ("error", "not_run")
+NAMED_KINDS = {
+    "collectives": "collectives", "copies": "copies", "device_copies": "copies on the device",
+    "memsets": "memsets", "synchronisations": "synchronisations", "allocations": "cudaMalloc and the like",
+}  # fmt: skip
+FAULTY_KINDS = ("collectives", "copies", "device_copies", "synchronisations")
+
+
+def compare(mode: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Final held-out losses of a mode: 8 bits relative to 32, and 32 relative to torch's."""
+    final = {row["optimizer"]: row["held_out_after"] for row in runs if row["mode"] == mode}
+    eight, full = final["bnb_fsdp AdamW8bit"], final["bnb_fsdp AdamW32bit"]
+    difference = abs(eight - full) / full
+    return {
+        "mode": mode, "held_out_8bit": eight, "held_out_32bit": full,
+        "held_out_torch": final["torch AdamW fused"], "relative_difference": difference,
+        "relative_difference_32bit_torch": abs(full - final["torch AdamW fused"]) / final["torch AdamW fused"],
+        "within_limit": bool(difference <= LIMIT),  # not for nan
+    }  # fmt: skip
+
+
+def faults(result: dict[str, Any]) -> list[str]:
+    """What must not be, in words; nothing that was timed."""
+    found = []
+    for row in result.get("failure", []) + result.get("steps", []):
+        if row["optimizer"].startswith(OURS) and (text := next(filter(None, map(row.get, WHY_NOT)), None)):
+            found.append(f"{row['optimizer']} ({row.get('dtype', 'failure')}): {text}")
+    for row in result.get("losses", {}).get("comparisons", []):
+        if not row["within_limit"]:
+            found.append(
+                f"{row['mode']}: the final held-out loss with 8-bit state, {row['held_out_8bit']:.4f}, is "
+                f"{row['relative_difference']:.2%} from {row['held_out_32bit']:.4f} with 32-bit state"
+            )
+    return found + _trace_faults(result.get("trace"))
+
+
+def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
+    if trace is None:
+        return []
+    name, found = f"{OURS}AdamW8bit", []
+    on_cpu = "kernels" in trace
+    for rank, row in enumerate(trace[name]["ranks"]):
+        where = f"trace of {name}, rank {rank}"
+        if row["steps"] != trace["profiled_steps"]:
+            found.append(f"{where}: {row['steps']} steps seen of {trace['profiled_steps']}")
+        if not on_cpu and not row["kernels"]:
+            found.append(f"{where}: no kernel seen")
+        if not on_cpu and not row["returns_before_the_device"]:
+            found.append(f"{where}: step() waited for what was queued before it")
+        found += [f"{where}: {row[kind]} {NAMED_KINDS[kind]}" for kind in FAULTY_KINDS if row[kind]]
+    for rank, buckets in enumerate(trace[name]["handed_over"]):
+        for row in buckets:
+            if row["elements"] != row["elements_of_shards"]:
+                found.append(
+                    f"rank {rank}: kernels get {row['elements']} elements, shards have {row['elements_of_shards']}"
+                )
+    planted = ("collectives",) if on_cpu else ("collectives", "copies", "synchronisations")
+    for rank, row in enumerate(trace["control"]["ranks"]):
+        found += [
+            f"control, rank {rank}: {row[kind]} {NAMED_KINDS[kind]} seen, {trace['profiled_steps']} planted"
+            for kind in planted
+            if row[kind] < trace["profiled_steps"]
+        ]
+    return found
+
+
+# --- tables ---------------------------------------------------------------------------------------------
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+    lines = [
+        f"{result['world_size']} ranks ({result['backend']}), {result['device']}, {result['date']}; {versions}. "
+        f"`{result['command']}`"
+    ]
+    if "failure" in result:
+        lines += ["", "### First step under FSDP2", "", *_failure_table(result["failure"])]
+    for dtype in dict.fromkeys(row["dtype"] for row in result.get("steps", [])):
+        rows = [row for row in result["steps"] if row["dtype"] == dtype]
+        lines += ["", f"### {dtype} parameters", "", *_steps_table(rows)]
+    if "losses" in result:
+        lines += ["", "### Losses on real text", "", *_losses_table(result["losses"])]
+    if "trace" in result:
+        lines += ["", "### Within step()", "", *_trace_table(result["trace"])]
+    return "\n".join(lines)
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    header = list(header)
+    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _one_line(text: str, limit: int = 300) -> str:
+    text = " ".join(text.replace("|", "/").split())
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
+def _failure_table(rows: list[dict[str, Any]]) -> list[str]:
+    def outcome(row: dict[str, Any]) -> str:
+        if row.get("not_run"):
+            return f"not run: {_one_line(row['not_run'])}"
+        return f"fails: {_one_line(row['error'])}" if row["error"] else "works"
+
+    def changed(row: dict[str, Any]) -> str:
+        if row.get("not_run"):
+            return "-"
+        counts = sorted({rank["tensors_changed"] for rank in row["ranks"]})
+        return f"{' or '.join(map(str, counts))} of {row['tensors']}"
+
+    header = ("optimizer", "first step", "tensors changed (each rank)")
+    return _table(header, ((row["optimizer"], outcome(row), changed(row)) for row in rows))
+
+
+def reductions(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float, float | None]:
+    """State saved, over all ranks: against 8 bytes a parameter, and against what torch's AdamW was seen to keep."""
+    state = sum(row["state_bytes"])
+    reference = next(
+        (sum(r["state_bytes"]) for r in rows if r["optimizer"] == REFERENCE and "state_bytes" in r), None
+    )
+    return 1 - state / (8 * sum(row["local_parameters"])), 1 - state / reference if reference else None
+
+
+def _steps_table(rows: list[dict[str, Any]]) -> list[str]:
+    header = (
+        "optimizer", "state a rank, MiB", "B/parameter", "less than float32 state", f"less than {REFERENCE}",
+        "peak allocated, GiB", "peak reserved, GiB", "step(), ms: median (p10 to p90)", "iteration, ms", "steps",
+        "loss, first to last",
+    )  # fmt: skip
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        if "state_bytes" not in row:
+            text = _one_line(row.get("not_run") or row["error"])
+            return [row["optimizer"], f"{_why_not(row)}: {text}", *["-"] * 9]
+        by_formula, by_measure = reductions(row, rows)
+        finite = "" if row["losses_finite"] else ", NOT FINITE"
+        floor = (
+            f", {row['optimizer_ms']['median'] / row['floor_ms']:.2f} x floor" if "floor_ms" in row else ""
+        )
+        few = "" if row["steps"] == row["steps_wanted"] else f" of {row['steps_wanted']}: out of time"
+        return [
+            row["optimizer"], f"{max(row['state_bytes']) / 2**20:,.1f}",
+            f"{sum(row['state_bytes']) / sum(row['local_parameters']):.3f}", _percent(by_formula),
+            "-" if by_measure is None else _percent(by_measure), _gibibytes(row["peak_allocated_bytes"]),
+            _gibibytes(row["peak_reserved_bytes"]), _times(row["optimizer_ms"]) + floor, _times(row["iteration_ms"]),
+            f"{row['steps']}{few}", f"{row['loss_first']:.3f} to {row['loss_last']:.3f}{finite}",
+        ]  # fmt: skip
+
+    return _table(header, map(cells, rows))
+
+
+def _why_not(row: dict[str, Any]) -> str:
+    if "not_run" in row:
+        return "not run"
+    return f"fails at step {row['failed_at_step']}" if "failed_at_step" in row else "fails when made"
+
+
+def _percent(share: float) -> str:
+    return f"{round(share, 3) + 0.0:.1%}"  # + 0.0: no "-0.0%"
+
+
+def _gibibytes(by_rank: list[int | None]) -> str:
+    known = [value for value in by_rank if value is not None]
+    return f"{max(known) / 2**30:.2f}" if known else "-"
+
+
+def _times(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})"
+
+
+def _losses_table(losses: dict[str, Any]) -> list[str]:
+    if "not_run" in losses:
+        return [f"Not run: {losses['not_run']}"]
+    lines = [
+        f"{losses['model']}; {losses['data']}: {losses['training_samples']} samples, {losses['held_out_samples']} "
+        f"held out; {losses['steps']} steps of {losses['batch']} samples.",
+        "",
+    ]
+    header = ("run", "optimizer", "held-out loss before", "after", "8-bit from 32-bit", "32-bit from torch")
+    differences = {row["mode"]: row for row in losses["comparisons"]}
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        difference = differences[row["mode"]]
+        eight = full = ""
+        if row["optimizer"] == f"{OURS}AdamW8bit":
+            inside = "within" if difference["within_limit"] else "NOT within"
+            eight = f"{difference['relative_difference']:.3%}, {inside} {losses['limit']:.1%}"
+        if row["optimizer"] == f"{OURS}AdamW32bit":
+            full = f"{difference['relative_difference_32bit_torch']:.3%}"
+        before, after = row["held_out_before"], row["held_out_after"]
+        return [row["mode"], row["optimizer"], f"{before:.4f}", f"{after:.4f}", eight, full]
+
+    lines += _table(header, map(cells, losses["runs"]))
+    return lines + [f"{mode}: not run: {reason}" for mode, reason in losses["not_run_modes"].items()]
+
+
+def _trace_table(trace: dict[str, Any]) -> list[str]:
+    names = [name for name, value in trace.items() if isinstance(value, dict)]
+    kinds = [*NAMED_KINDS]
+    header = (
+        "optimizer",
+        *(NAMED_KINDS[kind] for kind in kinds),
+        "kernels",
+        "allocator requests a step",
+        "returns before the device is done",
+    )
+
+    def cells(name: str) -> list[str]:
+        rows = trace[name]["ranks"]
+        kernels = "-" if "kernels" in trace else str(max(sum(k["count"] for k in r["kernels"]) for r in rows))
+        asked, early = rows[0]["allocator_requests_a_step"], rows[0]["returns_before_the_device"]
+        label = "control: AdamW8bit with an all-reduce and item() planted" if name == "control" else name
+        counts = [str(max(row[kind] for row in rows)) for kind in kinds]
+        rest = ["-" if value is None else str(value) for value in (asked, early)]
+        return [label, *counts, kernels, *rest]
+
+    first = trace[names[0]]
+    lines = [f"Calls in {trace['profiled_steps']} profiled steps, of the rank with most.", ""]
+    lines += _table(header, map(cells, names))
+    seen = max(row["collectives_in_whole_trace"] for row in first["ranks"])
+    lines += ["", f"Forward and backward of the same steps: {seen} collectives in the same trace.", ""]
+    if "kernels" in trace:
+        lines.append(f"Kernels: {trace['kernels']}.")
+    else:
+        shown = first["ranks"][0]["kernels"]
+        lines += _table(
+            ("kernel (rank 0)", "grid", "block", "launches", "mean us"),
+            (
+                [
+                    _one_line(k["name"], 90),
+                    str(k["grid"]),
+                    str(k["block"]),
+                    str(k["count"]),
+                    f"{k['mean_us']:.1f}",
+                ]
+                for k in shown
+            ),
+        )
+    header = (
+        "rank",
+        "bucket",
+        "tensors",
+        "elements handed over",
+        "elements of the shards",
+        "of the whole tensors",
+    )
+    rows = (
+        [str(rank), f"{b['bits']}-bit, {b['dtype']}", str(b["tensors"])]
+        + [f"{b[key]:,}" for key in ("elements", "elements_of_shards", "elements_of_whole_tensors")]
+        for rank, buckets in enumerate(first["handed_over"])
+        for b in buckets
+    )
+    return [*lines, "", *_table(header, rows)]
+
+
+# --- figure ---------------------------------------------------------------------------------------------
+
+COLOURS = {
+    f"{OURS}AdamW8bit": "#d62728", f"{OURS}AdamW32bit": "#ff9896", REFERENCE: "#1f77b4", "flashoptim AdamW": "#2ca02c",
+    "torchao AdamW8bit": "#9467bd", "bitsandbytes AdamW8bit": "#8c564b",
+}  # fmt: skip
+
+
+def draw(result: dict[str, Any], path: Path) -> bool:
+    """Times of step and iteration, memory, loss curves. False if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(15, 10.5))
+    rows = result.get("steps", [])
+    _draw_times(axes[0, 0], rows, "optimizer_ms", "step(): ms, median, p10 to p90", log=True)
+    _draw_times(axes[0, 1], rows, "iteration_ms", "whole iteration: ms, median, p10 to p90", log=False)
+    _draw_memory(axes[1, 0], rows)
+    _draw_losses(axes[1, 1], result.get("losses", {"not_run": "not in this run"}))
+    size = "tiny Llama" if result["tiny"] else "Llama of 1.1 billion parameters"
+    figure.suptitle(f"FSDP2, {result['world_size']} x {result['device']}: {size}; torch {result['torch']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True
+
+
+def _places(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
+    """Heights of horizontal bars: a group for each dtype, from the top down."""
+    places, at, last = [], 0.0, None
+    for row in rows:
+        at -= 1.0 if row["dtype"] == last or last is None else 1.8
+        last = row["dtype"]
+        places.append((at, row))
+    return places
+
+
+def _label(axis: Any, places: list[tuple[float, dict[str, Any]]]) -> None:
+    axis.set_yticks(
+        [at for at, _ in places], [f"{row['optimizer']}, {row['dtype']}" for _, row in places], fontsize=8
+    )
+    if places:
+        axis.set_ylim(places[-1][0] - 0.8, places[0][0] + 0.8)
+    axis.grid(axis="x", which="both", alpha=0.3)
+    axis.set_axisbelow(True)
+    for at, row in places:
+        if "state_bytes" not in row:
+            axis.text(
+                0.01,
+                at,
+                _why_not(row),
+                transform=axis.get_yaxis_transform(),
+                va="center",
+                fontsize=8,
+                style="italic",
+            )
+
+
+def _draw_times(axis: Any, rows: list[dict[str, Any]], key: str, title: str, log: bool) -> None:
+    from matplotlib import ticker
+
+    axis.set_title(title, fontsize=11)
+    places = _places(rows)
+    shown = [(at, row) for at, row in places if key in row]
+    for at, row in shown:
+        spread = row[key]
+        error = [[spread["median"] - spread["p10"]], [spread["p90"] - spread["median"]]]
+        axis.barh(at, spread["median"], 0.8, color=COLOURS.get(row["optimizer"], "grey"), xerr=error, capsize=3,
+                  error_kw={"elinewidth": 1})  # fmt: skip
+        note = f"  {spread['median']:.2f}" + (
+            "" if spread["count"] >= row["steps_wanted"] else f" ({spread['count']} steps)"
+        )
+        axis.text(max(spread["p90"], spread["median"]), at, note, va="center", fontsize=8)
+        if key == "optimizer_ms" and "floor_ms" in row:
+            axis.vlines(row["floor_ms"], at - 0.4, at + 0.4, colors="black", linestyles="dashed", linewidth=1)
+    if log and shown:
+        axis.set_xscale("log")
+        low = min(min(row[key]["p10"], row.get("floor_ms", math.inf)) for _, row in shown)
+        high = max(row[key]["p90"] for _, row in shown)
+        axis.set_xlim(low / 2, high * 4)
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        if any("floor_ms" in row for _, row in shown):
+            axis.set_xlabel("dashed: least traffic over the measured copy bandwidth", fontsize=8)
+    elif shown:
+        axis.set_xlim(0, 1.35 * max(row[key]["p90"] for _, row in shown))
+    _label(axis, places)
+
+
+def _draw_memory(axis: Any, rows: list[dict[str, Any]]) -> None:
+    places = _places(rows)
+    shown = [(at, row) for at, row in places if "state_bytes" in row]
+    peaks = any(row["peak_allocated_bytes"][0] is not None for _, row in shown)
+    large = max((max(row["state_bytes"]) for _, row in shown), default=0) > 2**28
+    unit, scale = ("GiB", 2**30) if large or peaks else ("KiB", 2**10)
+    axis.set_title(
+        f"a rank's optimizer state{' (solid) and peak allocated (light)' if peaks else ''}, {unit}",
+        fontsize=11,
+    )
+    right = 0.0
+    for at, row in shown:
+        colour = COLOURS.get(row["optimizer"], "grey")
+        state = max(row["state_bytes"]) / scale
+        end, text = state, f"  {state:,.2f}"
+        if peaks:
+            end = max(row["peak_allocated_bytes"]) / scale
+            axis.barh(at, end, 0.8, color=colour, alpha=0.35)
+            text = f"  {state:.2f}, peak {end:.2f}"
+        saved, _ = reductions(row, rows)
+        axis.barh(at, state, 0.8 if not peaks else 0.45, color=colour)
+        axis.text(end, at, f"{text} ({_percent(1 - saved)} of float32 state)", va="center", fontsize=8)
+        right = max(right, end)
+    if shown:
+        axis.set_xlim(0, 1.8 * right)
+    _label(axis, places)
+
+
+def _draw_losses(axis: Any, losses: dict[str, Any]) -> None:
+    axis.set_title("training loss on real text, mean of 10 steps", fontsize=11)
+    if "not_run" in losses:
+        axis.set_axis_off()
+        axis.text(
+            0.5, 0.5, f"not run: {_one_line(losses['not_run'], 60)}", ha="center", transform=axis.transAxes
+        )
+        return
+    dashes = {f"{OURS}AdamW32bit": "-", f"{OURS}AdamW8bit": "--", REFERENCE: ":"}
+    hues = {"full": ("#ff9896", "#d62728", "#1f77b4"), "lora": ("#98df8a", "#2ca02c", "#9467bd")}
+    widths = {f"{OURS}AdamW32bit": 3.5, f"{OURS}AdamW8bit": 1.6, REFERENCE: 1.6}
+    for row in losses["runs"]:
+        name = row["optimizer"]
+        values = row["losses"]
+        window = min(10, len(values))
+        mean = [sum(values[i - window : i]) / window for i in range(window, len(values) + 1)]
+        axis.plot(
+            range(window, len(values) + 1), mean, dashes[name], linewidth=widths[name],
+            color=hues[row["mode"]][list(dashes).index(name)],
+            label=f"{row['mode']}, {name}: held-out {row['held_out_before']:.3f} to {row['held_out_after']:.4f}",
+        )  # fmt: skip
+    differences = "; ".join(f"{r['mode']} {r['relative_difference']:.3%}" for r in losses["comparisons"])
+    axis.set_xlabel(f"step (final held-out loss, 8-bit from 32-bit: {differences})", fontsize=9)
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
