@@ -20,6 +20,10 @@ from .policy import RAMP, room
 TILE = 4096
 """Elements: a tensor is cut at multiples of it, as the kernels are, so that no block is cut and alignment is kept."""
 
+SPLIT_BYTES = 1 << 20
+"""What is copied in the time that it takes to cut a tensor: its parts need a copy for each of their states and scales,
+where a whole tensor and its neighbours need one."""
+
 
 class Copy(NamedTuple):
     """Bytes that go from ``host`` to ``device`` before the update and back after it; both are addresses."""
@@ -96,7 +100,12 @@ def _pieces(slots: Sequence[Slot], chunk_bytes: int) -> Iterator[list[_Piece]]:
         while True:
             count = total - start
             size = _element_bytes(slot, count)
-            if size > left:
+            if size > left and space - left + size > min(space + SPLIT_BYTES, chunk_bytes):
+                if 2 * left < space and size <= chunk_bytes:  # rather a smaller chunk than a tensor in two
+                    yield chunk
+                    chunk, number = [], number + 1
+                    left = space = room(number, remaining, chunk_bytes)
+                    continue
                 count = _fitting(slot, left) if size > space // 4 else 0
                 if count < TILE or (chunk and _element_bytes(slot, count) < space // 8):
                     yield chunk
