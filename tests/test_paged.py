@@ -715,7 +715,7 @@ def test_a_budget_is_kept(bits: int, device: Device) -> None:
     parameters = [normal(*size) for size in sizes]
     total = sum(p.numel() for p in parameters) * (8 if bits == 32 else 2)
     kept = []
-    for budget in [0, 1, MIB, smallest, *range(4 * MIB, total + 4 * MIB, total // 23), 2 * total, 1 << 40]:
+    for budget in [0, 1, MIB, smallest, *range(4 * MIB, total + 4 * MIB, total // 9), 1 << 40]:
         pair = Pair("AdamW", bits, parameters, budget).steps(2)
         assert resident_bytes(pair) <= max(budget, smallest), budget
         kept.append(sum(not hosted for hosted in pair.on_host()))

@@ -88,7 +88,7 @@ def stepped(name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", ("AdamW8bit", "AdEMAMix32bit", "Lion8bit"))
+@pytest.mark.parametrize("name", ("AdamW8bit", "AdEMAMix32bit"))
 def test_shards_equal_those_of_the_unpaged_class(name: str) -> None:
     assert ranks.run(2, stepped, name) == [[], []]
 
@@ -149,7 +149,7 @@ def loaded(root: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("before", "after"), ((2, 2), (2, 1), (1, 2)))
+@pytest.mark.parametrize(("before", "after"), ((2, 1), (1, 2)))
 def test_checkpoints_between_paged_and_unpaged_at_other_numbers_of_ranks(before: int, after: int) -> None:
     with tempfile.TemporaryDirectory() as root:
         for same_bits, homes, _ in ranks.run(before, saved, root):
