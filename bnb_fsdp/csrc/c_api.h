@@ -124,8 +124,8 @@ BNB_FSDP_API int bnb_fsdp_cuda_norms(const char* rule, int bits, int parameter_d
 BNB_FSDP_API int bnb_fsdp_cuda_register(int device, void* memory, int64_t bytes);
 BNB_FSDP_API int bnb_fsdp_cuda_unregister(int device, void* memory);
 
-// A pipeline: two streams of its own, on which state in host memory is copied to `buffers` staging buffers and back
-// while the update of another buffer runs on the caller's stream.
+// A pipeline: two streams of its own, on which state in host memory is copied to `buffers` staging buffers and
+// back while the update of another buffer runs on the caller's stream.
 typedef struct bnb_fsdp_cuda_pipeline bnb_fsdp_cuda_pipeline;
 
 typedef struct {
@@ -148,16 +148,19 @@ BNB_FSDP_API int bnb_fsdp_cuda_pipeline_create(int device, int64_t buffers, bnb_
 BNB_FSDP_API void bnb_fsdp_cuda_pipeline_destroy(bnb_fsdp_cuda_pipeline* pipeline);
 // The pipeline's copies, from now on, come after what is queued on `stream`.
 BNB_FSDP_API int bnb_fsdp_cuda_pipeline_follow(bnb_fsdp_cuda_pipeline* pipeline, void* stream);
-// Steps the chunks in order, those without any gradient apart: state in, update on `stream`, state out. `stream` waits
-// for state that comes in, never for state that goes out. After a failure some chunks may have been stepped.
-BNB_FSDP_API int bnb_fsdp_cuda_pipeline_step(bnb_fsdp_cuda_pipeline* pipeline, const bnb_fsdp_cuda_chunk* chunks,
-                                             int64_t count, const bnb_fsdp_cuda_copy* copies,
-                                             const void* const* gradients, const bnb_fsdp_hyper* hypers,
-                                             const float* const* rates, void* stream);
+// Steps the chunks in order, those without any gradient apart: state in, update on `stream`, state out.
+// `stream` waits for state that comes in, never for state that goes out. After a failure some chunks may have
+// been stepped.
+BNB_FSDP_API int bnb_fsdp_cuda_pipeline_step(bnb_fsdp_cuda_pipeline* pipeline,
+                                             const bnb_fsdp_cuda_chunk* chunks, int64_t count,
+                                             const bnb_fsdp_cuda_copy* copies, const void* const* gradients,
+                                             const bnb_fsdp_hyper* hypers, const float* const* rates,
+                                             void* stream);
 // Blocks the calling thread until host memory holds the states of every step so far.
 BNB_FSDP_API int bnb_fsdp_cuda_pipeline_wait(bnb_fsdp_cuda_pipeline* pipeline);
-// Measures copies between page-locked `host` and `device` memory of `bytes`: bytes a second to the device alone and of
-// both directions together, and seconds that a chunk of no size would take. Blocks for some milliseconds.
+// Measures copies between page-locked `host` and `device` memory of `bytes`: bytes a second to the device alone
+// and of both directions together, and seconds that a chunk of no size would take. Blocks for some
+// milliseconds.
 BNB_FSDP_API int bnb_fsdp_cuda_pipeline_measure(bnb_fsdp_cuda_pipeline* pipeline, void* host, void* device,
                                                 int64_t bytes, double* results);
 

@@ -12,8 +12,8 @@
 
 using namespace bnb_fsdp;
 
-// Of each staging buffer three events, recorded anew by every chunk that uses it: its states have come in, are updated,
-// have gone out. Waiting for an event that was never recorded is waiting for nothing.
+// Of each staging buffer three events, recorded anew by every chunk that uses it: its states have come in, are
+// updated, have gone out. Waiting for an event that was never recorded is waiting for nothing.
 struct bnb_fsdp_cuda_pipeline {
   struct Buffer {
     cudaEvent_t in = nullptr, updated = nullptr, out = nullptr;
@@ -104,7 +104,8 @@ double measured(bnb_fsdp_cuda_pipeline& p, char* host, char* device, int64_t byt
     call(cudaEventRecord, buffer.out, p.to_host);
   }
   call(wait, p.to_device, p.buffers[0].out);
-  call(cudaEventRecord, p.followed, p.to_host)(wait, p.to_device, p.followed)(cudaEventRecord, end, p.to_device);
+  call(cudaEventRecord, p.followed, p.to_host)(wait, p.to_device, p.followed)(cudaEventRecord, end,
+                                                                              p.to_device);
   return seconds(start, end, call);
 }
 
@@ -117,7 +118,8 @@ int bnb_fsdp_cuda_register(int device, void* memory, int64_t bytes) {
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(device), scope.error());
   const cudaError_t error = cudaHostRegister(memory, static_cast<size_t>(bytes), cudaHostRegisterPortable);
-  return error == cudaSuccess ? 0 : fail("page-locking " + std::to_string(bytes) + " bytes of host memory", error);
+  return error == cudaSuccess ? 0
+                              : fail("page-locking " + std::to_string(bytes) + " bytes of host memory", error);
 }
 
 int bnb_fsdp_cuda_unregister(int device, void* memory) {
