@@ -31,22 +31,42 @@ run_pytest() {
   (cd "$scratch/empty" && "$interpreter" -m pytest --rootdir "$repo" -c "$repo/pyproject.toml" "$@")
 }
 
-choose_environment
-say "installing bnb_fsdp and what its tests need (a minute or two the first time)"
-install_into "$python" constraints.txt "$repo[test,hf,bitsandbytes]"
-say "tests"
-record "tests" run_pytest "$python" "$repo/tests" "$repo/tests_distributed" "$@"
-
-if [ "${SKIP_TRANSFORMERS4:-}" = 1 ]; then
-  summary+=("skipped      transformers 4 (SKIP_TRANSFORMERS4=1)")
-else
-  say "installing transformers 4 in .venv-transformers4"
+transformers4() {
   make_environment "$repo/.venv-transformers4"
   SKBUILD_CMAKE_DEFINE="BNB_FSDP_CUDA=OFF"  # once is enough
   install_into "$made" constraints-transformers4.txt "$repo[test,hf]"
-  say "tests with transformers 4"
-  record "transformers 4" run_pytest "$made" "$repo/tests/test_transformers.py" "$repo/tests/test_enums.py" \
+  run_pytest "$made" "$repo/tests/test_transformers.py" "$repo/tests/test_enums.py" \
     "$repo/tests_distributed/test_trainer_fsdp2.py" "$repo/tests_distributed/test_resume.py" "$@"
+}
+
+# The end of the tests with transformers 4, which ran beside the others, and what they said.
+transformers4_result() {
+  local result=0
+  wait "$four" || result=$?
+  four=""
+  cat "$scratch/transformers4.log"
+  return "$result"
+}
+
+choose_environment
+say "installing bnb_fsdp and what its tests need (a minute or two the first time)"
+install_into "$python" constraints.txt "$repo[test,hf,bitsandbytes]"
+four=""
+if [ "${SKIP_TRANSFORMERS4:-}" = 1 ]; then
+  summary+=("skipped      transformers 4 (SKIP_TRANSFORMERS4=1)")
+else
+  say "meanwhile: transformers 4 in .venv-transformers4, whose tests are reported after the others"
+  trap '[ -z "$four" ] || kill -- "-$four" 2>/dev/null; rm -rf "$scratch"' EXIT
+  set -m  # a process group of its own, to be ended as one
+  transformers4 "$@" >"$scratch/transformers4.log" 2>&1 &
+  four=$!
+  set +m
+fi
+say "tests"
+record "tests" run_pytest "$python" "$repo/tests" "$repo/tests_distributed" "$@"
+if [ -n "$four" ]; then
+  say "tests with transformers 4"
+  record "transformers 4, beyond the other tests" transformers4_result
 fi
 
 say "summary"

@@ -211,6 +211,8 @@ class Residency:
     def _choose(self, entries: Sequence[_Entry]) -> set[Tensor]:
         """The parameters whose state shall be in host memory; finds each device's chunk size too."""
         result: set[Tensor] = set()
+        if self.policy == "device" and not self.offloaded:
+            return result
         for device in dict.fromkeys(entry.shard.device for entry in entries):
             own = [entry for entry in entries if entry.shard.device == device and self._can_page(entry.shard)]
             self._chunk_sizes[device] = self._chunk_bytes(device, sum(entry.size for entry in own))
@@ -225,8 +227,6 @@ class Residency:
     def _budget(self, device: torch.device, entries: Sequence[_Entry]) -> int | None:
         """Bytes of state that stay on the device, None for all."""
         total = sum(entry.size for entry in entries)
-        if not self.offloaded and self.policy == "device":
-            return None
         if self.offloaded or self.policy == "host":
             return 0
         budget = self._budgets.get(device, 0) if self.policy == "auto" else self.policy
