@@ -78,7 +78,7 @@ def free_port() -> int:
 
 # A program that does not import bnb_fsdp, as LLaMA-Factory, TRL or axolotl do not.
 TRAIN = """\
-import json, os, sys
+import json, os, sys, time
 {shim}
 import torch
 from torch.distributed.tensor import DTensor
@@ -105,6 +105,9 @@ facts = {{
 }}
 with open(os.path.join(args.output_dir, "rank" + str(args.process_index) + ".json"), "w") as file:
     json.dump(facts, file)
+if torch.distributed.is_initialized():
+    time.sleep(0.2)  # see examples/common.py: at the end of a process gloo may abort or deadlock otherwise
+    torch.distributed.destroy_process_group()
 """
 OPTIONS = (
     "--optim=bnb_fsdp_adamw8bit", "--learning_rate=2e-3", "--lr_scheduler_type=constant", "--max_steps=4",
