@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib.metadata
 import platform
 import statistics
 import sys
@@ -120,13 +119,7 @@ def open_device(dry: bool) -> Cuda:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return inventories.versions(PACKAGES)
 
 
 # Times

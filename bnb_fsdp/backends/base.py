@@ -85,6 +85,30 @@ def addresses(gradients: Sequence[Tensor | None]) -> array.array[int]:
     return array.array("Q", [0 if g is None else g.data_ptr() or 1 for g in gradients])
 
 
+class ByPointers:
+    """What a `PointerBucket` that only works on addresses does with tensors."""
+
+    def run(
+        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
+    ) -> None:
+        """See `Bucket.run`."""
+        pointers = addresses(gradients)
+        self.run_pointers(pointers.buffer_info()[0], hypers, scales)
+
+    def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
+        """See `Bucket.norms`."""
+        pointers = addresses(gradients)
+        return self.norms_pointers(pointers.buffer_info()[0], hypers)
+
+    def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
+        """See `PointerBucket.run_pointers`."""
+        raise NotImplementedError
+
+    def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
+        """See `PointerBucket.norms_pointers`."""
+        raise NotImplementedError
+
+
 def device_rate(hyper: Hyper, device: torch.device) -> int:
     """Address of a learning rate in device memory, 0 for a number. Nothing is read on the host.
 

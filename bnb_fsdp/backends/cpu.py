@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..rules import Hyper, Rule, read_rate
 from . import forked, native
-from .base import BucketKey, Slot, addresses
+from .base import BucketKey, ByPointers, Slot
 
 THREADS_VARIABLE = "BNB_FSDP_NUM_THREADS"
 ISA_VARIABLE = "BNB_FSDP_CPU_ISA"
@@ -62,7 +62,7 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(str(names.decode()).split(","))
 
 
-class CpuBucket:
+class CpuBucket(ByPointers):
     """See `bnb_fsdp.backends.base.Bucket`."""
 
     def __init__(self, library: native.NativeLibrary, key: BucketKey, slots: Sequence[Slot]) -> None:
@@ -90,19 +90,9 @@ class CpuBucket:
             return None
         return torch.tensor([hypers[slot.group].update_scale for slot in self._slots])
 
-    def run(
-        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
-    ) -> None:
-        pointers = addresses(gradients)
-        self.run_pointers(pointers.buffer_info()[0], hypers, scales)
-
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         scales = self._scales(hypers) if scales is None else scales
         self._call(self._step, "step", pointers, hypers, None if scales is None else scales.data_ptr())
-
-    def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
-        pointers = addresses(gradients)
-        return self.norms_pointers(pointers.buffer_info()[0], hypers)
 
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
         sums = torch.empty(len(self._slots), 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..rules import Hyper, Rule
 from . import native
-from .base import BucketKey, Slot, addresses, device_rate
+from .base import BucketKey, ByPointers, Slot, device_rate
 
 KERNELS_VARIABLE = "BNB_FSDP_CUDA_KERNELS"
 
@@ -110,7 +110,7 @@ def entry(slot: Slot) -> native.TensorEntry:
     return result
 
 
-class CudaBucket:
+class CudaBucket(ByPointers):
     """See `bnb_fsdp.backends.base.Bucket`.
 
     The table in device memory is written once; a step sends gradient addresses, step counts and hyperparameters with
@@ -183,12 +183,6 @@ class CudaBucket:
             )
         self.captured = True
 
-    def run(
-        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
-    ) -> None:
-        pointers = addresses(gradients)
-        self.run_pointers(pointers.buffer_info()[0], hypers, scales)
-
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         if scales is None:
             scales = self._constant_scales(hypers)
@@ -199,10 +193,6 @@ class CudaBucket:
                 None if scales is None else scales.data_ptr(), stream,
             )
         )  # fmt: skip
-
-    def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
-        pointers = addresses(gradients)
-        return self.norms_pointers(pointers.buffer_info()[0], hypers)
 
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
         tiles = self._library.bucket_tiles(self._handle)

@@ -86,7 +86,7 @@ class CudaPipeline:
         _checked("pipeline_create")(self._index, buffers, ctypes.byref(handle))
         self._handle = handle.value
         destroy = library().native.function("bnb_fsdp_cuda_pipeline_destroy", None, _POINTER)
-        self._finalizer = weakref.finalize(self, destroy, self._handle)
+        weakref.finalize(self, destroy, self._handle)
         self._next = 0
         self._pending = False
 

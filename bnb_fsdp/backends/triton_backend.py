@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import arithmetic as f32
 from .. import codebook
 from ..rules import Hyper, Rule
-from .base import BucketKey, Slot, addresses, device_rate
+from .base import BucketKey, ByPointers, Slot, device_rate
 
 _DIRECT_SLOTS = 2
 """Buckets of so few tensors are launched tensor by tensor, with all they need in arguments."""
@@ -146,7 +146,7 @@ class _Image:
             buffer.event.record()
 
 
-class TritonBucket:
+class TritonBucket(ByPointers):
     """See `bnb_fsdp.backends.base.PointerBucket`.
 
     Many tensors: their table lies in device memory, and a step sends gradient addresses and hyperparameters with one
@@ -202,13 +202,6 @@ class TritonBucket:
                 "graph cannot capture. Only the native CUDA kernels can be; see python -m bnb_fsdp doctor."
             )
 
-    def run(
-        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
-    ) -> None:
-        # An empty gradient has no storage; 1 says that there is one, and is never read.
-        pointers = addresses(gradients)
-        self.run_pointers(pointers.buffer_info()[0], hypers, scales)
-
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         """As `run`, with gradient addresses. ``scales``: float32 of one update scale a slot, on the device."""
         if not self._slots:
@@ -228,16 +221,8 @@ class TritonBucket:
             if gradient:
                 count.value += 1.0
 
-    def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
-        """float32 of (slots, 2): the sums of squares of each coming update and of its parameter.
-
-        Raises RuntimeError for a rule without a direction.
-        """
-        pointers = addresses(gradients)
-        return self.norms_pointers(pointers.buffer_info()[0], hypers)
-
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
-        """As `norms`, with gradient addresses."""
+        """As `norms`, with gradient addresses. Raises RuntimeError for a rule without a direction."""
         if self._rule.direction is None:
             raise RuntimeError(f"{self._key.rule} has no norms; only adam (LAMB) and momentum (LARS) have.")
         self.check(hypers, False)

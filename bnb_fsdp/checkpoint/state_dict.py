@@ -348,9 +348,6 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
         del live[key]
     for parameter, entry in found.items():
         values, count, moved = _entry(optimizer, parameter, entry, live.get(parameter) or {})
-        if optimizer._residency is not None:
-            home = optimizer._residency.device_for(parameter, sharding.local(parameter))
-            values = {key: value if key == "step" else value.to(home) for key, value in values.items()}
         live[parameter] = values  # one at a time, so that the old state does not stay beside the new
         total, requantized = total + count, requantized + moved
     live.update(others)
@@ -565,12 +562,13 @@ def _entry(
 ) -> tuple[dict[str, Any], int, int]:
     """Live state of one parameter, number of blocks, and how many of them were requantised."""
     rule = optimizer.rule
-    if isinstance(found, foreign.Checked):
-        return foreign.converted(rule, parameter, found)
     shard = sharding.local(parameter).detach()
     home = shard.device
     if optimizer._residency is not None:
         home = optimizer._residency.device_for(parameter, shard)
+    if isinstance(found, foreign.Checked):
+        converted, count, moved = foreign.converted(rule, parameter, found)
+        return {k: v if k == "step" else v.to(home) for k, v in converted.items()}, count, moved
     values: dict[str, Any] = {"step": torch.tensor(found.step, dtype=torch.float32)}
     # What is not at its home yet is copied there by `Residency.place`: another copy in host memory would be too many.
     copied_later = (

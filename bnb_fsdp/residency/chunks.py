@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..backends.base import Bucket, BucketKey, Slot, addresses, device_rate
+from ..backends.base import Bucket, BucketKey, ByPointers, Slot, device_rate
 from ..codebook import BLOCK_SIZE
 from ..rules import Hyper
 from .memory import aligned
@@ -141,7 +141,7 @@ def _flat(tensor: Tensor, start: int, count: int) -> Tensor:
     return tensor.as_strided((count,), (1,), tensor.storage_offset() + start)
 
 
-class HostBucket:
+class HostBucket(ByPointers):
     """A `PointerBucket` whose states are in host memory."""
 
     def __init__(
@@ -157,11 +157,11 @@ class HostBucket:
         self._used = sorted({slot.group for slot in slots})
         pieces: list[_Piece] = []
         chunks: list[Chunk] = []
-        split = {piece.slot for part in _pieces(slots, pipeline.chunk_bytes) for piece in part if piece.start}
+        parts = list(_pieces(slots, pipeline.chunk_bytes))
+        split = {piece.slot for part in parts for piece in part if piece.start}
         # A tensor in pieces is stepped in each; the pieces count in private, set before and read after by nobody.
         self._split: list[tuple[int, list[int]]] = [(index, []) for index in sorted(split)]
         numbers = {index: places for index, places in self._split}
-        parts = list(_pieces(slots, pipeline.chunk_bytes))
         counts = torch.zeros(sum(map(len, parts)), dtype=torch.float32)
         self._counts = _floats(counts)
         self._steps = [_floats(slot.step) for slot in slots]
@@ -228,12 +228,6 @@ class HostBucket:
                 "capture. Set optimizer.residency = 'device', or use the class without Paged."
             )
 
-    def run(
-        self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper], scales: Tensor | None = None
-    ) -> None:
-        pointers = addresses(gradients)
-        self.run_pointers(pointers.buffer_info()[0], hypers, scales)
-
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         assert scales is None  # no Paged class scales its updates
         if not self._split:
@@ -251,9 +245,6 @@ class HostBucket:
         self._run(self._pointers.buffer_info()[0], hypers)
         for index, _ in stepped:
             self._steps[index][0] += 1.0
-
-    def norms(self, gradients: Sequence[Tensor | None], hypers: Sequence[Hyper]) -> Tensor:
-        raise RuntimeError(f"{self._key.rule}: no Paged class needs norms.")
 
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
         raise RuntimeError(f"{self._key.rule}: no Paged class needs norms.")
