@@ -48,7 +48,8 @@ def sweep(
     speed = residency._speed(device)
     print(
         f"measured by the policy: one way {speed.one_way * 1e-9:.1f} GB/s, two ways {speed.two_way * 1e-9:.1f} GB/s, "
-        f"{speed.chunk_seconds * 1e6:.1f} us a chunk; HOST_SECONDS {policy.HOST_SECONDS * 1e6:.1f} us",
+        f"{speed.chunk_seconds * 1e6:.1f} us a chunk, {speed.copy_seconds * 1e6:.1f} us each further copy of it; "
+        f"taken for the host's time: {policy.HOST_SECONDS * 1e6:.1f} us a chunk",
         flush=True,
     )
     rows: list[dict[str, Any]] = []
@@ -69,22 +70,14 @@ def sweep(
                     "chosen": chunk == chosen and buffers == policy.BUFFERS, **times,
                     "chunks": chunks,
                     "copies": sum(copies_of(bucket.prepared) for bucket in optimizer._plan._buckets),
-                    "predicted_ms": policy.predicted(size, chunk, speed) * 1e3,
+                    "predicted_ms": sum(bucket.prepared.seconds for bucket in optimizer._plan._buckets) * 1e3,
                     "host_us": times["call_ms"] * 1e3 / chunks,
                 })  # fmt: skip
         _print_case([row for row in rows if (row["state_MiB"], row["kind"]) == (mib, kind)])
         del params, optimizer
         gpu.release()
-    fitted = fit(rows, speed)
-    print(
-        f"HOST_SECONDS: {policy.HOST_SECONDS * 1e6:.1f} us predicts with {error(rows, speed, None):.1%} (root "
-        f"of the mean square), {fitted * 1e6:.1f} us would with {error(rows, speed, fitted):.1%}",
-        flush=True,
-    )
-    return {
-        "speed": speed._asdict(), "host_seconds": policy.HOST_SECONDS, "fitted_host_seconds": fitted,
-        "rows": rows,
-    }  # fmt: skip
+    print(f"predicted with an error of {error(rows):.1%} (root of the mean square)", flush=True)
+    return {"speed": speed._asdict(), "host_seconds": policy.HOST_SECONDS, "rows": rows}
 
 
 def _timed(gpu: Cuda, optimizer: Any, repeats: int) -> dict[str, float]:
@@ -99,20 +92,10 @@ def _timed(gpu: Cuda, optimizer: Any, repeats: int) -> dict[str, float]:
     }
 
 
-def error(rows: list[dict[str, Any]], speed: Any, host: float | None) -> float:
+def error(rows: list[dict[str, Any]]) -> float:
     """Root of the mean square of predicted over measured minus one, of rows with the policy's number of buffers."""
-    errors = []
-    with mock.patch.object(policy, "HOST_SECONDS", policy.HOST_SECONDS if host is None else host):
-        for row in rows:
-            if row["buffers"] == policy.BUFFERS:
-                predicted = policy.predicted(row["bytes"], row["chunk_MiB"] * MIB, speed)
-                errors.append((predicted * 1e3 / row["ms"] - 1) ** 2)
-    return math.sqrt(statistics.mean(errors))
-
-
-def fit(rows: list[dict[str, Any]], speed: Any) -> float:
-    """The HOST_SECONDS, in steps of half a microsecond, that predicts ``rows`` best."""
-    return min((i * 0.5e-6 for i in range(400)), key=lambda host: error(rows, speed, host))
+    own = [row for row in rows if row["buffers"] == policy.BUFFERS]
+    return math.sqrt(statistics.mean((row["predicted_ms"] / row["ms"] - 1) ** 2 for row in own))
 
 
 def copies_of(prepared: Any) -> int:

@@ -25,6 +25,12 @@ class Speed(NamedTuple):
     one_way: float = 55e9
     two_way: float = 100e9
     chunk_seconds: float = 5e-6
+    copy_seconds: float = 2e-6
+
+
+def rows(copy: Any) -> list[tuple[int, int]]:
+    """Addresses on the host and the device of each row of a copy."""
+    return [(copy.host + i * copy.host_pitch, copy.device + i * copy.device_pitch) for i in range(copy.rows)]
 
 
 class LazyPipeline:
@@ -44,6 +50,7 @@ class LazyPipeline:
         self.waits = 0
         self._next = 0
         self._out: list[tuple[int, Sequence[Any]]] = []
+        self._begun: Any = None
         self._random = None if seed is None else random.Random(seed)
 
     def resize(self, chunk_bytes: int) -> None:
@@ -63,6 +70,13 @@ class LazyPipeline:
         buckets = [make(chunk.slots) for chunk in chunks]
         buffers = self.buffers  # alive as long as the chunks
 
+        def begin() -> None:
+            """At once, so that it shows if state changes afterwards."""
+            while chunks[0].buffer in {index for index, _ in self._out}:
+                self._go_out()
+            self._come_in(chunks[0])
+            self._begun = run
+
         def run(pointers: int, hypers: Any) -> None:
             assert buffers is self.buffers
             work = []
@@ -70,7 +84,9 @@ class LazyPipeline:
                 own = pointers + 8 * chunk.first
                 if any((ctypes.c_uint64 * len(chunk.slots)).from_address(own)):
                     work.append((chunk, bucket, own))
-            came = updated = 0
+            has_begun, self._begun = self._begun is run, None
+            came = int(has_begun and bool(work) and work[0][0] is chunks[0])
+            updated = 0
             while updated < len(work):
                 possible = ["update"] if updated < came else []
                 if came < len(work):
@@ -86,10 +102,7 @@ class LazyPipeline:
                     continue
                 chunk, bucket, own = work[came if what == "in" else updated]
                 if what == "in":
-                    for copy in chunk.copies:
-                        ctypes.memmove(copy.device, copy.host, copy.size)
-                        self.moved += copy.size
-                    self.log.append(f"in {chunk.buffer}")
+                    self._come_in(chunk)
                     came += 1
                 else:
                     bucket.run_pointers(own, hypers)
@@ -98,11 +111,20 @@ class LazyPipeline:
             while self._random is not None and self._out and self._random.random() < 0.5:
                 self._go_out()
 
+        run.begin = begin  # type: ignore[attr-defined]
         return run
+
+    def _come_in(self, chunk: Any) -> None:
+        for copy in chunk.copies:
+            for host, device in rows(copy):
+                ctypes.memmove(device, host, copy.size)
+                self.moved += copy.size
+        self.log.append(f"in {chunk.buffer}")
 
     def _go_out(self) -> None:
         for copy in self._out.pop(0)[1]:
-            ctypes.memmove(copy.host, copy.device, copy.size)
+            for host, device in rows(copy):
+                ctypes.memmove(host, device, copy.size)
 
     @property
     def pending(self) -> bool:
@@ -111,6 +133,7 @@ class LazyPipeline:
 
     def wait(self) -> None:
         self.waits += 1
+        self._begun = None
         while self._out:
             self._go_out()
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_helpers import assert_same, normal
-from paged_helpers import CHUNK, Device, LazyPipeline, Speed, simulated_device  # noqa: F401
+from paged_helpers import CHUNK, Device, LazyPipeline, Speed, rows, simulated_device  # noqa: F401
 from torch import Tensor, nn
 
 import bnb_fsdp
@@ -294,6 +294,9 @@ def test_absent_gradients_move_nothing(device: Device) -> None:
     before = pipeline.moved
     pair.gradients(1, (0, 1))
     pair.step()
+    assert pipeline.moved - before <= CHUNK  # what a step begins with, and once only
+    before = pipeline.moved
+    pair.step()
     assert pipeline.moved == before
     pair.gradients(2, (1,))
     pair.step()
@@ -492,7 +495,7 @@ def _cut(sizes: Sequence[int], bits: int, states: int = 2, room: int = CHUNK, pa
     slots = _slots(key, sizes, states, packed)
     pipeline = Seen([])
     pipeline.resize(room)
-    bucket = chunks.HostBucket(key, slots, lambda slots: None, pipeline)  # type: ignore[arg-type,return-value]
+    bucket = chunks.HostBucket(key, slots, lambda slots: None, pipeline, Speed())  # type: ignore[arg-type,return-value]
     return slots, pipeline, bucket
 
 
@@ -534,16 +537,16 @@ def test_copies_cover_every_byte_once_and_stay_within(bits: int, states: int, pa
         for chunk in pipeline.chunks:
             buffer = pipeline.buffers[chunk.buffer]
             begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-            placed = sorted((c.device, c.device + c.size) for c in chunk.copies)
+            ranges = [(*row, c.size) for c in chunk.copies for row in rows(c)]
+            placed = sorted((device, device + size) for _, device, size in ranges)
             assert all(begin <= a < b <= end for a, b in placed)
             assert all(b <= c for (_, b), (c, _) in itertools.pairwise(placed))
-            moved += [(c.host, c.host + c.size) for c in chunk.copies]
+            moved += [(host, host + size) for host, _, size in ranges]
             # Every tensor of a slot is in the buffer where its host bytes are copied to.
             for slot in chunk.slots:
                 for t in (*slot.states, *slot.absmax):
                     assert (t.data_ptr() - begin) % 256 == 0
-                    assert any(c.device <= t.data_ptr() and t.data_ptr() + t.nbytes <= c.device + c.size
-                               for c in chunk.copies)  # fmt: skip
+                    assert any(a <= t.data_ptr() and t.data_ptr() + t.nbytes <= b for a, b in placed)
         moved.sort()
         assert all(b <= c for (_, b), (c, _) in itertools.pairwise(moved)), (sizes, room)
         covered = [[a, b] for a, b in moved]
@@ -566,18 +569,19 @@ def test_copies_cover_every_byte_once_and_stay_within(bits: int, states: int, pa
 @pytest.mark.parametrize("bits", (8, 32))
 def test_tensors_are_cut_at_multiples_of_a_tile(bits: int) -> None:
     for sizes in CASES:
-        slots, pipeline, bucket = _cut(sizes, bits)
+        slots, pipeline, _ = _cut(sizes, bits)
         starts = {index: 0 for index in range(len(sizes))}
-        assert [p.slot for p in bucket._pieces] == sorted(p.slot for p in bucket._pieces)
-        for piece in bucket._pieces:
-            assert piece.start == starts[piece.slot] and piece.start % 4096 == 0
+        pieces = list(itertools.chain(*chunks._pieces(slots, CHUNK, Speed())))
+        assert [p.slot for p in pieces] == sorted(p.slot for p in pieces)
+        for piece in pieces:
+            assert piece.start == starts[piece.slot] and piece.start % chunks.TILE == 0
             starts[piece.slot] += piece.numel
         assert starts == dict(enumerate(sizes))
-        assert sum(len(chunk.slots) for chunk in pipeline.chunks) == len(bucket._pieces)
+        assert sum(len(chunk.slots) for chunk in pipeline.chunks) == len(pieces)
         assert [chunk.first for chunk in pipeline.chunks] == list(
             itertools.accumulate([0, *(len(chunk.slots) for chunk in pipeline.chunks[:-1])])
         )
-        for piece, slot in zip(bucket._pieces, (s for chunk in pipeline.chunks for s in chunk.slots)):
+        for piece, slot in zip(pieces, (s for chunk in pipeline.chunks for s in chunk.slots)):
             given = slots[piece.slot]
             assert slot.parameter.data_ptr() == given.parameter.data_ptr() + 4 * piece.start
             assert slot.parameter.numel() == piece.numel
@@ -590,7 +594,7 @@ def test_buffers_take_turns_also_over_buckets() -> None:
     used = []
     for _ in range(3):
         slots = _slots(key, [2_000_000], 2, True)
-        chunks.HostBucket(key, slots, lambda slots: None, pipeline)  # type: ignore[arg-type,return-value]
+        chunks.HostBucket(key, slots, lambda slots: None, pipeline, Speed())  # type: ignore[arg-type,return-value]
         used += [chunk.buffer for chunk in pipeline.chunks]
     assert len(used) >= 12 and used == [(used[0] + i) % policy.BUFFERS for i in range(len(used))]
 
@@ -609,9 +613,65 @@ def test_small_tensors_side_by_side_take_one_copy(device: Device) -> None:
     assert flat == sorted(flat) and flat[-1] - flat[0] <= 100 * 4 * 512
 
 
+@pytest.mark.parametrize("states", (1, 2, 3))
+@pytest.mark.parametrize("bits", (8, 32))
+def test_a_part_of_a_tensor_takes_a_copy_for_its_states_and_one_for_its_scales(
+    bits: int, states: int
+) -> None:
+    _, pipeline, bucket = _cut([6_000_000], bits, states)
+    assert bucket.chunks > 4
+    for chunk in pipeline.chunks:
+        [slot] = chunk.slots
+        assert [copy.rows for copy in chunk.copies] == [states] * (2 if bits == 8 else 1)
+        starts = [[device for _, device in rows(copy)] for copy in chunk.copies]
+        assert starts == [[t.data_ptr() for t in some] for some in (slot.states, slot.absmax) if some]
+
+
+def test_rows_of_one_copy_are_alike_and_not_too_far_apart() -> None:
+    def joined(*places: tuple[int, int, int]) -> list[int]:
+        """Rows of the copies that (host, device, size) make."""
+        made: list[chunks.Copy] = []
+        for place in places:
+            more = made[-1].with_row(chunks.Copy(*place)) if made else None
+            made[-1 if more else len(made) :] = [more or chunks.Copy(*place)]
+        assert [row for copy in made for row in rows(copy)] == [place[:2] for place in places]
+        return [copy.rows for copy in made]
+
+    assert joined((0, 0, 8), (100, 30, 8), (200, 60, 8)) == [3]
+    assert joined((0, 0, 8), (100, 30, 8), (201, 60, 8)) == [2, 1]
+    assert joined((0, 0, 8), (100, 30, 8), (200, 61, 8)) == [2, 1]
+    assert joined((0, 0, 8), (100, 30, 9)) == [1, 1]
+    assert joined((0, 0, 8), (7, 30, 8)) == [1, 1] and joined((0, 0, 8), (8, 7, 8)) == [1, 1]
+    assert joined((100, 0, 8), (0, 30, 8)) == [1, 1]
+    assert joined((0, 0, 8), (2**31 - 1, 30, 8)) == [2] and joined((0, 0, 8), (2**31, 30, 8)) == [1, 1]
+
+
 def test_a_chunk_that_holds_no_tile_is_refused() -> None:
     with pytest.raises(ValueError, match=r"staging buffer.* of 8192 bytes .* take"):
         _cut([5000], 8, room=8192)
+
+
+def test_state_that_came_in_for_a_step_that_was_refused_comes_in_again(device: Device) -> None:
+    pair = Pair("AdamW", 8, [normal(700, 1000), normal(1000, 700)], "host").steps(2)
+    for optimizer in pair.optimizers:
+        parameters = optimizer.param_groups[0]["params"]
+        for parameter in parameters:
+            parameter.grad = normal(*parameter.shape)
+        parameters[1].grad = torch.sparse_coo_tensor(size=parameters[1].shape)
+        device.log.clear()
+        with pytest.raises(ValueError, match="sparse"):
+            optimizer.step()
+        if optimizer is pair.paged:
+            assert len(device.log) == 1 and device.log[0].startswith("in")
+        optimizer.state[parameters[0]]["state1"].fill_(200)
+        parameters[1].grad = None
+    pair.steps(1, 2).compare()
+    # And in a step without the gradients that it would have been for.
+    for optimizer in pair.optimizers:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = None
+        optimizer.step()
+    pair.steps(1, 3).compare()
 
 
 @pytest.mark.parametrize("where", (0, 4 * MIB))
@@ -837,14 +897,42 @@ def test_chunk_sizes_are_sensible() -> None:
                 chunk = policy.chunk_size(size, speed, limit)
                 allowed = [c for c in policy.CHUNK_SIZES if limit is None or policy.BUFFERS * c <= limit]
                 assert chunk in (allowed or policy.CHUNK_SIZES[:1])
-                best = min(policy.predicted(size, c, speed) for c in allowed or policy.CHUNK_SIZES[:1])
-                assert policy.predicted(size, chunk, speed) == best
+                times = [policy.predicted(size, c, speed) for c in allowed or policy.CHUNK_SIZES[:1]]
+                fastest = times.index(min(times))
+                assert chunk == (allowed or policy.CHUNK_SIZES)[min(fastest + 1, len(times) - 1)]
                 chosen.append(chunk)
             assert chosen[-1] == max(chosen) >= 2 * min(chosen) or limit in (0, 3 * MIB)
     assert policy.chunk_size(1 << 30, Speed(chunk_seconds=1e-3)) >= policy.chunk_size(1 << 30, Speed())
     for size, chunk in itertools.product((MIB, 64 * MIB, 256 * MIB), policy.CHUNK_SIZES):
         # Never faster than the two-way bound.
         assert policy.predicted(size, chunk, Speed()) >= 2 * size / 100e9
+    assert policy.predicted(1 << 40, MIB, Speed()) == pytest.approx(
+        1024 * policy.predicted(1 << 30, MIB, Speed()), rel=0.02
+    )
+
+
+def test_the_time_that_chunks_are_predicted_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 1, 2 and 4 ms each way at 100 GB/s both ways, nothing else taking time."""
+    monkeypatch.setattr(policy, "HOST_SECONDS", 0.0)
+    speed = Speed(two_way=100e9, chunk_seconds=0.0, copy_seconds=0.0)
+    one, two, four = (50_000_000 * n for n in (1, 2, 4))
+
+    def milliseconds(*sizes: int) -> float:
+        return round(1e3 * policy.seconds([(size, 1) for size in sizes], speed), 6)
+
+    assert milliseconds(one) == 2 and milliseconds(one, one, one, one, one) == 6
+    assert milliseconds(four, one) == 9  # the small one goes out behind the large one
+    assert milliseconds(one, four) == 9  # which cannot go out before it is there
+    assert milliseconds(one, two, four, two, one) == 14 == milliseconds(four, two, two, one, one)
+    # A large one goes out while two small ones come in, and the next has to wait for its buffer.
+    assert milliseconds(four, one, one, four) == 4 + 4 + 4 + 4
+    assert milliseconds(four, one, one, one, four) == 4 + 4 + 1 + 4 + 4
+    # Every chunk and every further copy takes time; and so does the host.
+    slow = Speed(two_way=100e9, chunk_seconds=1e-3, copy_seconds=0.5e-3)
+    assert policy.seconds([(one, 1)] * 3, slow) == pytest.approx(4 * 2e-3)
+    assert policy.seconds([(one, 3)] * 3, slow) == pytest.approx(4 * 3e-3)
+    monkeypatch.setattr(policy, "HOST_SECONDS", 5e-3)
+    assert milliseconds(one, one, one) == 3 * 5 + 2
 
 
 # What `describe` tells

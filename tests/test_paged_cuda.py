@@ -309,7 +309,7 @@ def test_copies_of_a_chunk_overlap_those_and_the_kernel_of_another(
     kernels = spans(events, "bnb_fsdp")
     chunks = chunks_of(optimizer)
     assert chunks > 40 and len(kernels) == chunks
-    assert len(coming) == len(going) >= chunks
+    assert len(coming) >= chunks and len(going) >= chunks
     assert overlap(coming, going) > 0.2 * sum(b - a for a, b in going)
     assert overlap(kernels, coming) > 0 and overlap(kernels, going) > 0
     # Each update begins after its state came in, and its state goes out after that: the counts fit in order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -22,7 +23,8 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "unregister": (_INT, _POINTER),
     "pipeline_create": (_INT, _INT64, _POINTER),
     "pipeline_follow": (_POINTER, _POINTER),
-    "pipeline_step": (_POINTER, _POINTER, _INT64, *[_POINTER] * 5),
+    "pipeline_begin": (_POINTER, _POINTER, _POINTER, _INT64),
+    "pipeline_step": (_POINTER, _POINTER, _INT64, *[_POINTER] * 4, _INT64, _POINTER),
     "pipeline_wait": (_POINTER,),
     "pipeline_measure": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER),
 }
@@ -31,7 +33,14 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
 class _Copy(ctypes.Structure):
     """``bnb_fsdp_cuda_copy`` of csrc/c_api.h."""
 
-    _fields_ = [("host", _POINTER), ("device", _POINTER), ("bytes", _INT64)]
+    _fields_ = [
+        ("host", _POINTER),
+        ("device", _POINTER),
+        ("bytes", _INT64),
+        ("rows", _INT64),
+        ("host_pitch", _INT64),
+        ("device_pitch", _INT64),
+    ]
 
 
 class _Chunk(ctypes.Structure):
@@ -66,11 +75,13 @@ def unlock(device: torch.device, address: int) -> None:
 
 
 class Bandwidth(NamedTuple):
-    """Measured: bytes a second to the device alone and of both directions together; seconds that any chunk takes."""
+    """Measured: bytes a second to the device alone and of both directions together; seconds that any chunk takes, and
+    that one more copy each way adds to it."""
 
     one_way: float
     two_way: float
     chunk_seconds: float
+    copy_seconds: float
 
 
 class CudaPipeline:
@@ -114,6 +125,11 @@ class CudaPipeline:
     def prepare(self, key: BucketKey, make: Callable[[Sequence[Slot]], Bucket], chunks: Sequence[Any]) -> Any:
         return _Prepared(self, key, make, chunks)
 
+    def begin(self, prepared: _Prepared) -> None:
+        """Queue what `step` begins with; `wait`, or another step, undoes it."""
+        self._pending = True
+        _checked("pipeline_begin")(self._handle, prepared.chunks, prepared.copies, prepared.ticket)
+
     def step(self, prepared: _Prepared, pointers: int, hypers: Any, rates: Any, stream: int) -> None:
         """Queue a step of chunks; nothing is waited for."""
         self._pending = True
@@ -125,6 +141,7 @@ class CudaPipeline:
             pointers,
             hypers,
             rates,
+            prepared.ticket,
             stream,
         )
 
@@ -137,7 +154,7 @@ class CudaPipeline:
         """Copies between ``host``, page-locked, and as much device memory. Blocks for some milliseconds."""
         other = torch.empty_like(host, device=self.device)
         self._follow()
-        results = (ctypes.c_double * 3)()
+        results = (ctypes.c_double * 4)()
         _checked("pipeline_measure")(
             self._handle, host.data_ptr(), other.data_ptr(), host.numel(), ctypes.addressof(results)
         )
@@ -146,6 +163,8 @@ class CudaPipeline:
 
 class _Prepared:
     """The tables of a bucket's chunks."""
+
+    _tickets = itertools.count(1)
 
     def __init__(
         self,
@@ -156,6 +175,7 @@ class _Prepared:
     ) -> None:
         self._pipeline = pipeline
         self._key = key
+        self.ticket = next(self._tickets)
         self._buckets = [make(chunk.slots) for chunk in chunks]
         self._buffers = pipeline.buffers
         copies = [copy for chunk in chunks for copy in chunk.copies]
@@ -173,6 +193,10 @@ class _Prepared:
         self._hypers, self._rates = (native.Hyper * groups)(), (_POINTER * groups)()
         self._index = index_of(pipeline.device)
         self._streams = {raw_stream(self._index)}
+
+    def begin(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self._pipeline.begin(self)
 
     def __call__(self, pointers: int, hypers: Sequence[Hyper]) -> None:
         for index in self._used:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 MAX_STATES = 3
 DIRECTORY_VARIABLE = "BNB_FSDP_LIBRARY_PATH"
 

@@ -9,7 +9,7 @@
 #endif
 
 // Raised whenever a struct or a signature below changes.
-#define BNB_FSDP_ABI_VERSION 5
+#define BNB_FSDP_ABI_VERSION 6
 #define BNB_FSDP_MAX_STATES 3
 
 #ifdef __cplusplus
@@ -128,10 +128,12 @@ BNB_FSDP_API int bnb_fsdp_cuda_unregister(int device, void* memory);
 // back while the update of another buffer runs on the caller's stream.
 typedef struct bnb_fsdp_cuda_pipeline bnb_fsdp_cuda_pipeline;
 
+// `rows` of `bytes` each, which lie a pitch apart; pitches are not looked at if there is one row.
 typedef struct {
   void* host;
   void* device;
   int64_t bytes;
+  int64_t rows, host_pitch, device_pitch;
 } bnb_fsdp_cuda_copy;
 
 // A bucket whose states lie in one staging buffer, and the copies that bring them there and back.
@@ -148,6 +150,11 @@ BNB_FSDP_API int bnb_fsdp_cuda_pipeline_create(int device, int64_t buffers, bnb_
 BNB_FSDP_API void bnb_fsdp_cuda_pipeline_destroy(bnb_fsdp_cuda_pipeline* pipeline);
 // The pipeline's copies, from now on, come after what is queued on `stream`.
 BNB_FSDP_API int bnb_fsdp_cuda_pipeline_follow(bnb_fsdp_cuda_pipeline* pipeline, void* stream);
+// Copies the state of the first of these chunks in, ahead of the step with the same `ticket`, a number above 0
+// that each table of chunks has for itself. It is for nothing if another step comes first, or a wait.
+BNB_FSDP_API int bnb_fsdp_cuda_pipeline_begin(bnb_fsdp_cuda_pipeline* pipeline,
+                                              const bnb_fsdp_cuda_chunk* chunks,
+                                              const bnb_fsdp_cuda_copy* copies, int64_t ticket);
 // Steps the chunks in order, those without any gradient apart: state in, update on `stream`, state out.
 // `stream` waits for state that comes in, never for state that goes out. After a failure some chunks may have
 // been stepped.
@@ -155,12 +162,13 @@ BNB_FSDP_API int bnb_fsdp_cuda_pipeline_step(bnb_fsdp_cuda_pipeline* pipeline,
                                              const bnb_fsdp_cuda_chunk* chunks, int64_t count,
                                              const bnb_fsdp_cuda_copy* copies, const void* const* gradients,
                                              const bnb_fsdp_hyper* hypers, const float* const* rates,
-                                             void* stream);
-// Blocks the calling thread until host memory holds the states of every step so far.
+                                             int64_t ticket, void* stream);
+// Blocks the calling thread until host memory holds the states of every step so far, and nothing is copied any
+// more.
 BNB_FSDP_API int bnb_fsdp_cuda_pipeline_wait(bnb_fsdp_cuda_pipeline* pipeline);
 // Measures copies between page-locked `host` and `device` memory of `bytes`: bytes a second to the device alone
-// and of both directions together, and seconds that a chunk of no size would take. Blocks for some
-// milliseconds.
+// and of both directions together, seconds that a chunk of no size would take, and that one more copy each way
+// would add. Blocks for some milliseconds.
 BNB_FSDP_API int bnb_fsdp_cuda_pipeline_measure(bnb_fsdp_cuda_pipeline* pipeline, void* host, void* device,
                                                 int64_t bytes, double* results);
 

@@ -268,6 +268,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         hypers = [self.hyper(group) for group in self.param_groups]
         if self._residency is not None and self._residency.is_due(self):
             self._drop_plan()
+        if self._plan is not None:
+            self._plan.begin()
         if self._plan is None or not self._plan.gather(self):
             self._plan = self._new_plan()
         hypers += [

@@ -22,6 +22,7 @@ from ..backends.base import PointerBucket
 from ..backends.gather import STATE, Gatherer, Planned
 from ..checkpoint.state_dict import drop_orphans
 from ..groups import parameter_name
+from ..residency.chunks import HostBucket
 from ..rules import Hyper
 from .trust import Scales, Trust
 
@@ -136,6 +137,8 @@ class Plan:
             else:
                 bucket.prepared = backend.bucket(key, self._rule, bucket.slots)
         self._buckets = list(buckets.values())
+        hosted = (bucket.prepared for bucket in self._buckets if isinstance(bucket.prepared, HostBucket))
+        self._begin = next((bucket.begin for bucket in hosted), None)
         self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         self._scales: Scales | None = None
         self._fresh = fresh
@@ -144,6 +147,11 @@ class Plan:
         self._gatherer: Gatherer | None = None
         self._by_pointers = all(isinstance(bucket.prepared, PointerBucket) for bucket in self._buckets)
         self._found: int | None = None
+
+    def begin(self) -> None:
+        """Let state in host memory start to come in while gradients are checked; changes nothing."""
+        if self._begin is not None:
+            self._begin()
 
     def discard_fresh_state(self) -> None:
         """Take back the state this plan allocated: for a first step that was refused."""

@@ -15,22 +15,59 @@ from ..backends.base import Bucket, BucketKey, ByPointers, Slot, device_rate
 from ..codebook import BLOCK_SIZE
 from ..rules import Hyper
 from .memory import aligned
-from .policy import RAMP, room
+from .policy import Speed, seconds
 
-TILE = 4096
-"""Elements: a tensor is cut at multiples of it, as the kernels are, so that no block is cut and alignment is kept."""
+TILE = 16384
+"""Elements: a tensor is cut at multiples of it. No block is cut, and what is copied of a part is a multiple of 256
+bytes, its scales too."""
 
-SPLIT_BYTES = 1 << 20
-"""What is copied in the time that it takes to cut a tensor: its parts need a copy for each of their states and scales,
-where a whole tensor and its neighbours need one."""
+SHARES = 16
+"""Chunks are cut by so many parts of a staging buffer, from a quarter of them to all, whichever suits the tensors."""
+
+
+PITCHES = range(1 << 31)
+"""Bytes between the rows of one copy that CUDA allows (cudaDeviceProp.memPitch)."""
 
 
 class Copy(NamedTuple):
-    """Bytes that go from ``host`` to ``device`` before the update and back after it; both are addresses."""
+    """Bytes that go from ``host`` to ``device`` before the update and back after it; both are addresses.
+
+    ``rows`` of ``size`` bytes each, which start ``host_pitch`` and ``device_pitch`` bytes apart.
+    """
 
     host: int
     device: int
     size: int
+    rows: int = 1
+    host_pitch: int = 0
+    device_pitch: int = 0
+
+    @property
+    def end(self) -> int:
+        """The address behind its last byte on the device."""
+        return self.device + (self.rows - 1) * self.device_pitch + self.size
+
+    def extended(self, new: Copy) -> Copy | None:
+        """One copy for this one and ``new``, of a row each, if ``new`` goes on where this one ends."""
+        if self.rows == 1 and new.host - self.host == new.device - self.device == self.size:
+            return self._replace(size=self.size + new.size)
+        return None
+
+    def with_row(self, new: Copy) -> Copy | None:
+        """One copy for this one and ``new``, of one row, if that can be the next row. What lies between rows is not
+        copied, but has to be page-locked as they are."""
+        host = new.host - self.host - (self.rows - 1) * self.host_pitch
+        device = new.device - self.device - (self.rows - 1) * self.device_pitch
+        if (
+            new.size != self.size
+            or min(host, device) < self.size
+            or host not in PITCHES
+            or device not in PITCHES
+        ):
+            return None
+        if self.rows > 1 and (host, device) != (self.host_pitch, self.device_pitch):
+            return None
+        return self._replace(rows=self.rows + 1, host_pitch=host, device_pitch=device)
 
 
 @dataclass
@@ -48,6 +85,9 @@ class Chunk:
 
 class Run(Protocol):
     """Steps prepared chunks: (address of a gradient's address for each piece, hyperparameters)."""
+
+    def begin(self) -> None:
+        """Let the first chunk's state come in ahead of the step that follows. Changes nothing else."""
 
     def __call__(self, pointers: int, hypers: Sequence[Hyper]) -> None: ...
 
@@ -84,51 +124,58 @@ def _element_bytes(slot: Slot, count: int) -> int:
     return size + sum(aligned(4 * -(-count // BLOCK_SIZE)) for _ in slot.absmax)
 
 
-def _pieces(slots: Sequence[Slot], chunk_bytes: int) -> Iterator[list[_Piece]]:
-    """The pieces of each chunk of up to ``chunk_bytes``; see `bnb_fsdp.residency.policy.room`."""
+def _cut(slots: Sequence[Slot], limit: int) -> list[list[_Piece]]:
+    """The pieces of each chunk of up to ``limit`` bytes: whole neighbours, or one of the equal parts of a tensor that
+    is larger. A part beside other pieces would take more copies than it saves chunks."""
+    chunks: list[list[_Piece]] = []
+    left = 0
+    for index, slot in enumerate(slots):
+        total = slot.parameter.numel()
+        size = _element_bytes(slot, total)
+        if size > limit:
+            count = _part(slot, limit)
+            chunks += [[_Piece(index, at, min(count, total - at))] for at in range(0, total, count)]
+            left = 0
+            continue
+        if size > left:
+            chunks.append([])
+            left = limit
+        chunks[-1].append(_Piece(index, 0, total))
+        left -= size
+    return chunks
+
+
+def _part(slot: Slot, limit: int) -> int:
+    """Elements, a multiple of `TILE`, of each of the fewest equal parts of up to ``limit`` bytes."""
+    tiles = -(-slot.parameter.numel() // TILE)
+    parts = max(1, -(-_element_bytes(slot, TILE * tiles) // limit))
+    while _element_bytes(slot, count := TILE * -(-tiles // parts)) > limit:
+        parts += 1
+    return count
+
+
+def _cost(slots: Sequence[Slot], chunks: Sequence[Sequence[_Piece]], speed: Speed) -> float:
+    """Seconds that a step by ``chunks`` takes, if the states of neighbours lie side by side in host memory."""
+    moved = []
+    for chunk in chunks:
+        size = sum(_element_bytes(slots[piece.slot], piece.numel) for piece in chunk)
+        first = slots[chunk[0].slot]
+        is_part = chunk[0].numel < first.parameter.numel()
+        moved.append((size, len(first.states) + len(first.absmax) if is_part else 1))
+    return seconds(moved, speed)
+
+
+def _pieces(slots: Sequence[Slot], chunk_bytes: int, speed: Speed) -> list[list[_Piece]]:
+    """The pieces of each chunk of up to ``chunk_bytes``: cut, of all sizes tried, by that which is fastest."""
     tile = max((_element_bytes(slot, TILE) for slot in slots), default=0)
-    if tile > chunk_bytes >> RAMP:
+    if tile > chunk_bytes:
         raise ValueError(
             f"staging buffers of {chunk_bytes} bytes are too small: {TILE} elements take {tile}."
         )
-    remaining = sum(_element_bytes(slot, slot.parameter.numel()) for slot in slots)
-    number = 0
-    chunk: list[_Piece] = []
-    left = space = room(number, remaining, chunk_bytes)
-    for index, slot in enumerate(slots):
-        total, start = slot.parameter.numel(), 0
-        while True:
-            count = total - start
-            size = _element_bytes(slot, count)
-            if size > left and space - left + size > min(space + SPLIT_BYTES, chunk_bytes):
-                if 2 * left < space and size <= chunk_bytes:  # rather a smaller chunk than a tensor in two
-                    yield chunk
-                    chunk, number = [], number + 1
-                    left = space = room(number, remaining, chunk_bytes)
-                    continue
-                count = _fitting(slot, left) if size > space // 4 else 0
-                if count < TILE or (chunk and _element_bytes(slot, count) < space // 8):
-                    yield chunk
-                    chunk, number = [], number + 1
-                    left = space = room(number, remaining, chunk_bytes)
-                    continue
-                size = _element_bytes(slot, count)
-            chunk.append(_Piece(index, start, count))
-            left -= size
-            remaining -= size
-            start += count
-            if start >= total:
-                break
-    if chunk:
-        yield chunk
-
-
-def _fitting(slot: Slot, room: int) -> int:
-    """The most elements, a multiple of `TILE`, whose states fit into ``room`` bytes."""
-    tiles = room // max(1, sum(TILE * state.element_size() for state in slot.states))
-    while tiles > 0 and _element_bytes(slot, tiles * TILE) > room:
-        tiles -= 1
-    return tiles * TILE
+    limits = {max(tile, chunk_bytes * share // SHARES) for share in range(SHARES // 4, SHARES + 1)}
+    return min(
+        (_cut(slots, limit) for limit in sorted(limits)), key=lambda chunks: _cost(slots, chunks, speed)
+    )
 
 
 def _floats(tensor: Tensor) -> Any:
@@ -150,6 +197,7 @@ class HostBucket(ByPointers):
         slots: Sequence[Slot],
         make: Callable[[Sequence[Slot]], Bucket],
         pipeline: Pipeline,
+        speed: Speed,
     ) -> None:
         self._key = key
         self._slots = tuple(slots)
@@ -157,7 +205,7 @@ class HostBucket(ByPointers):
         self._used = sorted({slot.group for slot in slots})
         pieces: list[_Piece] = []
         chunks: list[Chunk] = []
-        parts = list(_pieces(slots, pipeline.chunk_bytes))
+        parts = _pieces(slots, pipeline.chunk_bytes, speed)
         split = {piece.slot for part in parts for piece in part if piece.start}
         # A tensor in pieces is stepped in each; the pieces count in private, set before and read after by nobody.
         self._split: list[tuple[int, list[int]]] = [(index, []) for index in sorted(split)]
@@ -175,30 +223,38 @@ class HostBucket(ByPointers):
                 self._stage(chunk, piece, step)
                 pieces.append(piece)
             chunks.append(chunk)
-        self._pieces = pieces
+        size = key.gradient_dtype.itemsize
+        self._owners = [piece.slot for piece in pieces]
+        self._first = [piece.slot for part in parts[:1] for piece in part]
+        self._begins = True
+        # Pieces that begin within a tensor: (number, tensor, bytes of its gradient before them).
+        self._parts = [(i, p.slot, size * p.start) for i, p in enumerate(pieces) if p.start]
         self._pointers = array.array("Q", bytes(8 * len(pieces)))
         self._run = pipeline.prepare(key, make, chunks)
         self.chunks = len(chunks)
         """How many chunks a step with all gradients moves."""
+        self.seconds = _cost(slots, parts, speed)
+        """How long that is predicted to take."""
 
     def _stage(self, chunk: Chunk, piece: _Piece, step: Tensor) -> None:
         slot = self._slots[piece.slot]
         buffer = self._pipeline.buffers[chunk.buffer]
         offset = 0
         if chunk.copies:
-            last = chunk.copies[-1]
-            offset = aligned(last.device + last.size - buffer.data_ptr())
+            offset = chunk.copies[-1].end - buffer.data_ptr()
         staged: list[Tensor] = []
-        whole = piece.numel == slot.parameter.numel()
         for values, start, count in self._ranges(slot, piece):
             host = _flat(values, start, count)
             size = count * host.element_size()
             device = buffer[offset : offset + size].view(host.dtype)
-            # Bytes behind a part of a tensor are another piece's, those behind the whole of one are padding.
-            padded = whole or (piece.start == 0 and not staged)
             staged.append(device)
-            _append(chunk.copies, Copy(host.data_ptr(), device.data_ptr(), size), padded)
-            offset += aligned(size)
+            # With the padding behind the end of a tensor, so that it and its neighbours are one copy.
+            copy = Copy(host.data_ptr(), device.data_ptr(), aligned(size))
+            joined = chunk.copies[-1].extended(copy) if chunk.copies else None
+            if joined is None and len(staged) > 1:
+                joined = chunk.copies[-1].with_row(copy)
+            chunk.copies[-1 if joined else len(chunk.copies) :] = [joined or copy]
+            offset += copy.size
         states = len(slot.states)
         chunk.slots.append(
             replace(
@@ -228,16 +284,22 @@ class HostBucket(ByPointers):
                 "capture. Set optimizer.residency = 'device', or use the class without Paged."
             )
 
+    def begin(self) -> None:
+        """Let the first states come in, if they were stepped the last time; what comes of the step is open."""
+        if self._begins:
+            self._run.begin()
+
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         assert scales is None  # no Paged class scales its updates
+        given = (ctypes.c_uint64 * len(self._slots)).from_address(pointers)
+        self._begins = any(given[index] for index in self._first)
         if not self._split:
             self._run(pointers, hypers)
             return
-        given = (ctypes.c_uint64 * len(self._slots)).from_address(pointers)
-        size = self._key.gradient_dtype.itemsize
-        for index, piece in enumerate(self._pieces):
-            first = given[piece.slot]
-            self._pointers[index] = first + size * piece.start if first > 1 else first
+        self._pointers[:] = array.array("Q", map(given.__getitem__, self._owners))
+        for place, index, distance in self._parts:
+            if given[index] > 1:
+                self._pointers[place] = given[index] + distance
         stepped = [(index, places) for index, places in self._split if given[index]]
         for index, places in stepped:
             for place in places:
@@ -248,16 +310,3 @@ class HostBucket(ByPointers):
 
     def norms_pointers(self, pointers: int, hypers: Sequence[Hyper]) -> Tensor:
         raise RuntimeError(f"{self._key.rule}: no Paged class needs norms.")
-
-
-def _append(copies: list[Copy], new: Copy, padded: bool) -> None:
-    """Append ``new``, or make the last copy longer if ``new`` goes on where it ends: behind the padding, if there is
-    nothing but ``padded`` between them."""
-    if copies:
-        last = copies[-1]
-        distance = new.host - last.host
-        end = aligned(last.size) if padded else last.size
-        if distance == new.device - last.device == end:
-            copies[-1] = Copy(last.host, last.device, distance + new.size)
-            return
-    copies.append(new)

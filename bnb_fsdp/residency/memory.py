@@ -45,11 +45,12 @@ class Arena:
 
     def __init__(self, size: int, locker: Locker) -> None:
         try:
-            pages = mmap.mmap(-1, max(size, 1))
+            # A page that nothing uses lies behind, as no copy may go on from one arena to another.
+            pages = mmap.mmap(-1, size + mmap.PAGESIZE)
         except (OSError, OverflowError, MemoryError) as error:
             raise HostMemoryError(f"{size:,} bytes of host memory were refused: {error}") from error
         self._pages = pages
-        self.memory = torch.frombuffer(pages, dtype=torch.uint8)
+        self.memory = torch.frombuffer(pages, dtype=torch.uint8, count=size)
         address = self.memory.data_ptr()
         try:
             locker.lock(address, size)
@@ -68,8 +69,11 @@ class Arena:
     def cut(self, like: Tensor) -> Tensor:
         """A zeroed tensor with the shape, strides and dtype of the dense tensor ``like``, which has elements.
 
-        Its storage is its own part of the pages: pickled or saved it takes no more than its own bytes.
+        Its storage is its own part of the pages: pickled or saved it takes no more than its own bytes. ValueError if no
+        room is left for it.
         """
+        if like.nbytes > self.left:
+            raise ValueError(f"{like.nbytes:,} bytes in an arena with {self.left:,} left.")
         part = torch.frombuffer(self._pages, dtype=like.dtype, count=like.numel(), offset=self._end)
         self._end += aligned(part.nbytes)
         return part.as_strided(like.shape, like.stride())

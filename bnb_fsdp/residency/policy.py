@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 POLICIES = ("auto", "device", "host")
@@ -12,14 +13,11 @@ Policy = str | int
 BUFFERS = 3
 """Staging buffers: one comes in, one is updated, one goes out. Four were not faster (docs/paged.md)."""
 
-CHUNK_SIZES = tuple(1 << shift for shift in range(20, 26))
-"""Bytes, 1 to 32 MiB."""
+CHUNK_SIZES = tuple(mib << 20 for mib in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+"""Bytes."""
 
-HOST_SECONDS = 25e-6
+HOST_SECONDS = 20e-6
 """What queueing a chunk costs the host on an H200's: its copies, events and launch (docs/paged.md)."""
-
-RAMP = 3
-"""The first chunk is this many halvings smaller than a buffer, and so, about, is the last."""
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 1 << 30
@@ -29,11 +27,11 @@ class Speed(Protocol):
     """Measured: see `bnb_fsdp.backends.cuda_pipeline.Bandwidth`."""
 
     @property
-    def one_way(self) -> float: ...
-    @property
     def two_way(self) -> float: ...
     @property
     def chunk_seconds(self) -> float: ...
+    @property
+    def copy_seconds(self) -> float: ...
 
 
 def check_policy(owner: str, policy: Any) -> Policy:
@@ -64,26 +62,37 @@ def reserve_of(reserve: int | None, total: int) -> int:
     return max(RESERVE_BYTES, int(RESERVE_SHARE * total)) if reserve is None else reserve
 
 
-def room(number: int, left: int, chunk: int) -> int:
-    """Bytes for the chunk of this number (from 0) when ``left`` bytes remain, of a buffer of ``chunk``.
+def seconds(chunks: Iterable[tuple[int, int]], speed: Speed) -> float:
+    """Seconds to move chunks, each of (bytes, copies each way), in and out one after the other.
 
-    The first chunk comes in, and the last goes out, with nothing beside it: so chunks start small and double, and near
-    the end each takes half of what remains.
+    A chunk comes in when the one before has, its buffer is free and the host has queued it, and goes out when it is
+    there and the one before has gone. So the way out is behind the way in by the largest chunk, however small the first
+    and the last are, and unlike chunks keep each other waiting.
     """
-    smallest = chunk >> RAMP
-    return max(smallest, min(chunk, chunk >> max(0, RAMP - number), left // 2))
+    came = queued = 0.0
+    gone = [0.0] * BUFFERS  # the last chunks
+    for size, copies in chunks:
+        moving = 2 * size / speed.two_way + speed.chunk_seconds + (copies - 1) * speed.copy_seconds
+        queued += HOST_SECONDS
+        came = max(came, queued, gone[0]) + moving
+        gone = [*gone[1:], max(gone[-1], came) + moving]
+    return gone[-1]
 
 
 def predicted(size: int, chunk: int, speed: Speed) -> float:
-    """Seconds to move ``size`` bytes in and out by chunks of up to ``chunk``: both directions are busy all the time but
-    for the first and the last, or else the host is.
-    """
-    count = size / chunk + 2 * RAMP  # chunks, about
-    moving = 2 * size / speed.two_way + count * speed.chunk_seconds
-    return 2 * (chunk >> RAMP) / speed.one_way + max(moving, count * HOST_SECONDS)
+    """Seconds to move ``size`` bytes in and out by equal chunks of up to ``chunk``, two copies each."""
+    count = max(1, -(-size // chunk))
+    few = min(count, 64)
+    start = seconds([(size // count, 2)] * few, speed)
+    return start if few == count else start * count / few
 
 
 def chunk_size(size: int, speed: Speed, limit: int | None = None) -> int:
-    """The chunk size that moves ``size`` bytes fastest, with staging buffers of at most ``limit`` bytes together."""
+    """Bytes of each staging buffer for ``size`` bytes of state; all of them take at most ``limit`` bytes.
+
+    One size more than moves equal chunks fastest: whole tensors do not come in that size, and what is cut in the end is
+    what suits them (`bnb_fsdp.residency.chunks`).
+    """
     sizes = [c for c in CHUNK_SIZES if limit is None or BUFFERS * c <= limit] or list(CHUNK_SIZES[:1])
-    return min(sizes, key=lambda chunk: (predicted(size, chunk, speed), chunk))
+    fastest = min(sizes, key=lambda chunk: (predicted(size, chunk, speed), chunk))
+    return min((c for c in sizes if c > fastest), default=fastest)

@@ -287,7 +287,7 @@ class Residency:
         make: Callable[[Sequence[Slot]], Bucket] = partial(backend.bucket, key, rule)
         pipeline = self._pipeline(key.device)
         pipeline.resize(self._chunk_sizes[key.device])
-        return HostBucket(key, slots, make, pipeline)
+        return HostBucket(key, slots, make, pipeline, _speed(key.device))
 
     def _pipeline(self, device: torch.device) -> CudaPipeline:
         if device not in self._pipelines:

@@ -51,6 +51,7 @@ std::vector<FakeStream*> streams;  // in the order in which they were made: to_d
 std::vector<FakeEvent*> events;
 std::string left_out;
 int fail_in = -1;  // copies until one fails
+bool has_batches = true;
 size_t piece_bytes = 64;
 
 int chosen(int below) { return static_cast<int>(generator() % static_cast<unsigned>(below)); }
@@ -160,6 +161,41 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  if (fail_in >= 0 && fail_in-- == 0) return cudaErrorUnknown;
+  if (std::min(to_pitch, from_pitch) < width) return cudaErrorInvalidValue;
+  auto row = std::make_shared<size_t>(0);
+  queue(stream, [=] {
+    memcpy(static_cast<char*>(to) + *row * to_pitch, static_cast<const char*>(from) + *row * from_pitch, width);
+    return ++*row == height;
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
+                                 cudaMemcpyAttributes* attributes, size_t* first, size_t kinds,
+                                 cudaStream_t stream) {
+  if (!has_batches) return cudaErrorNotSupported;
+  if (fail_in >= 0 && fail_in-- == 0) return cudaErrorUnknown;
+  if (kinds != 1 || *first != 0 || attributes->srcAccessOrder != cudaMemcpySrcAccessOrderStream)
+    return cudaErrorInvalidValue;
+  struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+  };
+  auto left = std::make_shared<std::vector<Copy>>();  // the arrays are the caller's again afterwards
+  for (size_t i = 0; i < count; ++i) left->push_back({to[i], from[i], bytes[i]});
+  queue(stream, [left] {
+    const auto next = left->begin() + chosen(static_cast<int>(left->size()));
+    memcpy(next->to, next->from, next->bytes);
+    left->erase(next);
+    return left->empty();
+  });
+  return cudaSuccess;
+}
+
 cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaErrorUnknown; }
 cudaError_t cudaHostUnregister(void*) { return cudaErrorUnknown; }
 
@@ -217,9 +253,39 @@ namespace {
 using Numbers = std::vector<uint32_t>;
 
 struct Tensor {
-  Numbers state, parameter, expected_state, expected_parameter;
+  uint32_t* state = nullptr;
+  Numbers parameter, expected_state, expected_parameter;
   uint32_t steps = 0;
   std::vector<Numbers> gradients;  // of each step; empty if there is none
+
+  size_t numel() const { return parameter.size(); }
+  bool is_right() const { return std::equal(state, state + numel(), expected_state.begin()); }
+};
+
+// Tensors, many as large as the one before, with their states in one piece of memory, some numbers apart.
+struct Host {
+  std::vector<Tensor> tensors;
+  Numbers memory;
+  size_t gap;
+
+  Host(int count, int64_t most) : tensors(static_cast<size_t>(count)), gap(static_cast<size_t>(chosen(5))) {
+    std::vector<size_t> offsets;
+    size_t end = 0, numel = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (i == 0 || chosen(2)) numel = static_cast<size_t>(1 + chosen(static_cast<int>(most)));
+      for (size_t k = 0; k < numel; ++k) tensors[i].parameter.push_back(generator());
+      offsets.push_back(end);
+      end += numel + gap;
+    }
+    for (size_t k = 0; k < end; ++k) memory.push_back(generator());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      Tensor& t = tensors[i];
+      t.state = memory.data() + offsets[i];
+      t.expected_state.assign(t.state, t.state + t.numel());
+      t.expected_parameter = t.parameter;
+      t.gradients.reserve(8);
+    }
+  }
 };
 
 constexpr int64_t kRoom = 96;  // numbers in a staging buffer
@@ -232,10 +298,11 @@ struct Plan {
   std::vector<bnb_fsdp_cuda_chunk> chunks;
 
   Plan(std::vector<Tensor>& tensors, std::vector<Numbers>& staging, int64_t& turn) {
+    const int64_t apart = chosen(2);  // numbers between two states in a staging buffer
     int64_t used = kRoom;
     for (size_t i = 0; i < tensors.size(); ++i) {
       Tensor& t = tensors[i];
-      const auto numel = static_cast<int64_t>(t.state.size());
+      const auto numel = static_cast<int64_t>(t.numel());
       if (used + numel > kRoom || chosen(4) == 0) {
         buckets.push_back(std::make_unique<bnb_fsdp_cuda_bucket>());
         turn = (turn + 1) % kBuffers;
@@ -244,12 +311,31 @@ struct Plan {
         used = 0;
       }
       uint32_t* device = staging[static_cast<size_t>(chunks.back().buffer)].data() + used;
-      copies.push_back({t.state.data(), device, numel * 4});
+      bnb_fsdp_cuda_copy* last = chunks.back().copies == 0 ? nullptr : &copies.back();
+      const int64_t host_pitch = i == 0 ? 0 : (t.state - tensors[i - 1].state) * 4;
+      const int64_t device_pitch = last == nullptr ? 0 : (numel + apart) * 4;
+      if (last != nullptr && last->bytes == numel * 4 && apart == 1 && chosen(4) != 0) {
+        ++last->rows;  // one more of its kind: an odd number apart on the device, `gap` numbers in host memory
+        last->host_pitch = host_pitch;
+        last->device_pitch = device_pitch;
+      } else {
+        copies.push_back({t.state, device, numel * 4, 1, 0, 0});
+        ++chunks.back().copies;
+      }
       buckets.back()->slots.push_back({device, t.parameter.data(), numel, t.steps});
-      ++chunks.back().copies;
       ++chunks.back().gradients;
-      used += numel;
+      used += numel + apart;
     }
+  }
+
+  bool begin(bnb_fsdp_cuda_pipeline* pipeline, int64_t ticket) const {
+    return bnb_fsdp_cuda_pipeline_begin(pipeline, chunks.data(), copies.data(), ticket) == 0;
+  }
+
+  bool step(bnb_fsdp_cuda_pipeline* pipeline, const std::vector<const void*>& gradients, int64_t ticket,
+            FakeStream* stream) const {
+    return bnb_fsdp_cuda_pipeline_step(pipeline, chunks.data(), static_cast<int64_t>(chunks.size()),
+                                       copies.data(), gradients.data(), nullptr, nullptr, ticket, stream) == 0;
   }
 };
 
@@ -257,6 +343,7 @@ struct Plan {
 bool run(unsigned seed) {
   generator.seed(seed);
   laziness = chosen(4);
+  has_batches = chosen(3) != 0;
   piece_bytes = static_cast<size_t>(4 << chosen(6));
   FakeStream callers[2];
   bnb_fsdp_cuda_pipeline* pipeline = nullptr;
@@ -264,14 +351,8 @@ bool run(unsigned seed) {
   for (FakeStream& stream : callers) streams.push_back(&stream);
   FakeEvent changed;
 
-  std::vector<Tensor> tensors(static_cast<size_t>(1 + chosen(12)));
-  for (Tensor& t : tensors) {
-    const auto numel = static_cast<size_t>(1 + chosen(static_cast<int>(kRoom)));
-    for (Numbers* numbers : {&t.state, &t.parameter})
-      for (size_t i = 0; i < numel; ++i) numbers->push_back(generator());
-    t.expected_state = t.state;
-    t.expected_parameter = t.parameter;
-  }
+  Host host(1 + chosen(12), chosen(2) ? kRoom : kRoom / 6);
+  std::vector<Tensor>& tensors = host.tensors;
   std::vector<Numbers> staging(kBuffers, Numbers(kRoom));
   std::vector<Numbers*> used;
   FakeStream* stream = &callers[0];
@@ -289,7 +370,7 @@ bool run(unsigned seed) {
   plans.push_back(std::make_unique<Plan>(tensors, staging, turn));
   const auto host_is_right = [&] {
     for (const Tensor& t : tensors)
-      if (t.state != t.expected_state) return false;
+      if (!t.is_right()) return false;
     return true;
   };
   for (int step = 0; step < 6; ++step) {
@@ -313,12 +394,11 @@ bool run(unsigned seed) {
     const int only = chosen(static_cast<int>(tensors.size()));
     for (size_t i = 0; i < tensors.size(); ++i) {
       Tensor& t = tensors[i];
-      t.gradients.reserve(8);
       t.gradients.emplace_back();
       if (kind == 0 || (kind == 1 && chosen(2)) || (kind == 2 && static_cast<int>(i) == only)) {
         uint32_t count = 1;
         for (const Numbers& g : t.gradients) count += !g.empty();
-        for (size_t k = 0; k < t.state.size(); ++k) {
+        for (size_t k = 0; k < t.numel(); ++k) {
           const uint32_t gradient = generator();
           t.gradients.back().push_back(gradient);
           t.expected_state[k] = next_state(t.expected_state[k], gradient, count);
@@ -328,8 +408,17 @@ bool run(unsigned seed) {
       pointers.push_back(t.gradients.back().empty() ? nullptr : t.gradients.back().data());
     }
     const Plan& plan = *plans.back();
-    good &= bnb_fsdp_cuda_pipeline_step(pipeline, plan.chunks.data(), static_cast<int64_t>(plan.chunks.size()),
-                                        plan.copies.data(), pointers.data(), nullptr, nullptr, stream) == 0;
+    const auto ticket = static_cast<int64_t>(plans.size());
+    if (chosen(2)) good &= plan.begin(pipeline, ticket);
+    if (chosen(8) == 0) {  // the step is not taken, and the buffers are let go
+      good &= bnb_fsdp_cuda_pipeline_wait(pipeline) == 0;
+      for (Numbers& buffer : staging) std::fill(buffer.begin(), buffer.end(), 0x5A5A5A5Au);
+      for (int i = 0; i < 1000; ++i) advance();
+      for (const Numbers& buffer : staging)
+        good &= std::count(buffer.begin(), buffer.end(), 0x5A5A5A5Au) == static_cast<int64_t>(buffer.size());
+    }
+    if (chosen(4) == 0 && plans.size() > 1) good &= plans[plans.size() - 2]->begin(pipeline, ticket - 1);
+    good &= plan.step(pipeline, pointers, ticket, stream);
     if (chosen(4) == 0) good &= bnb_fsdp_cuda_pipeline_wait(pipeline) == 0 && host_is_right();
     if (chosen(4) == 0) {  // the caller's next work sees the parameters
       good &= drain(stream);
@@ -354,22 +443,22 @@ bool others() {
   std::vector<char> host(1 << 16), device(1 << 16);
   for (char& c : host) c = static_cast<char>(generator());
   const std::vector<char> before = host;
-  double results[3] = {0, 0, 0};
+  double results[4] = {0, 0, 0, -1};
   bool good = bnb_fsdp_cuda_pipeline_measure(pipeline, host.data(), device.data(), 1 << 16, results) == 0;
-  for (double result : results) good &= result > 0;
+  for (int i = 0; i < 3; ++i) good &= results[i] > 0;
+  good &= results[3] >= 0;
   good &= host == before;
   FakeStream caller;
   streams.push_back(&caller);
-  std::vector<Tensor> tensors(1);
-  tensors[0].state = tensors[0].parameter = Numbers(8, 1);
+  Host tensor(1, 8);
+  std::vector<Tensor>& tensors = tensor.tensors;
   std::vector<Numbers> staging(kBuffers, Numbers(kRoom));
   int64_t turn = 0;
   const Plan plan(tensors, staging, turn);
-  const void* gradient = tensors[0].parameter.data();
+  const std::vector<const void*> gradients = {tensors[0].parameter.data()};
   for (int at : {0, 1}) {
     fail_in = at;
-    good &= bnb_fsdp_cuda_pipeline_step(pipeline, plan.chunks.data(), 1, plan.copies.data(), &gradient, nullptr,
-                                        nullptr, &caller) != 0;
+    good &= !plan.step(pipeline, gradients, 1, &caller);
     good &= bnb_fsdp::message ==
             std::string(at == 0 ? "state from host memory" : "state to host memory") + ": made up";
   }

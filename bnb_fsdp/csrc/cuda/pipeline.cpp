@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../c_api.h"
+#include "copies.h"
 #include "error.h"
 
 using namespace bnb_fsdp;
@@ -22,7 +23,12 @@ struct bnb_fsdp_cuda_pipeline {
   cudaStream_t to_device = nullptr, to_host = nullptr;
   cudaEvent_t followed = nullptr;
   std::vector<Buffer> buffers;
+  bnb_fsdp::Copies copies;
+  int64_t begun = 0;  // the ticket of the step whose first chunk is coming in
 
+  bnb_fsdp_cuda_pipeline() = default;
+  bnb_fsdp_cuda_pipeline(const bnb_fsdp_cuda_pipeline&) = delete;
+  bnb_fsdp_cuda_pipeline& operator=(const bnb_fsdp_cuda_pipeline&) = delete;
   ~bnb_fsdp_cuda_pipeline() {
     const DeviceScope scope(device);
     for (cudaStream_t stream : {to_device, to_host}) {
@@ -61,53 +67,59 @@ cudaError_t copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind,
   return cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, stream);
 }
 
+cudaError_t queue(bnb_fsdp_cuda_pipeline* p, const bnb_fsdp_cuda_copy* copies, int64_t count,
+                  cudaMemcpyKind kind, cudaStream_t stream) {
+  return p->copies.queue(copies, count, kind, stream);
+}
+
 cudaError_t new_event(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDisableTiming); }
 
+int bring_in(bnb_fsdp_cuda_pipeline& p, const bnb_fsdp_cuda_chunk& chunk, const bnb_fsdp_cuda_copy* copies) {
+  const auto& buffer = p.buffers[static_cast<size_t>(chunk.buffer)];
+  Calls call;
+  call(wait, p.to_device, buffer.out);
+  call(queue, &p, copies, chunk.copies, cudaMemcpyHostToDevice, p.to_device);
+  call(cudaEventRecord, buffer.in, p.to_device);
+  return call.error() == cudaSuccess ? 0 : fail("state from host memory", call.error());
+}
+
+// A chunk that was brought in.
 int step_chunk(bnb_fsdp_cuda_pipeline& p, const bnb_fsdp_cuda_chunk& chunk, const bnb_fsdp_cuda_copy* copies,
                const void* const* gradients, const bnb_fsdp_hyper* hypers, const float* const* rates,
                cudaStream_t stream) {
   const auto& buffer = p.buffers[static_cast<size_t>(chunk.buffer)];
   Calls call;
-  call(wait, p.to_device, buffer.out);
-  for (int64_t i = 0; i < chunk.copies; ++i)
-    call(copy, copies[i].device, copies[i].host, copies[i].bytes, cudaMemcpyHostToDevice, p.to_device);
-  call(cudaEventRecord, buffer.in, p.to_device)(wait, stream, buffer.in);
+  call(wait, stream, buffer.in);
   if (call.error() != cudaSuccess) return fail("state from host memory", call.error());
   if (bnb_fsdp_cuda_bucket_step(chunk.bucket, chunk.memory, gradients, hypers, rates, nullptr, stream) != 0)
     return 1;
   call(cudaEventRecord, buffer.updated, stream)(wait, p.to_host, buffer.updated);
-  for (int64_t i = 0; i < chunk.copies; ++i)
-    call(copy, copies[i].host, copies[i].device, copies[i].bytes, cudaMemcpyDeviceToHost, p.to_host);
+  call(queue, &p, copies, chunk.copies, cudaMemcpyDeviceToHost, p.to_host);
   call(cudaEventRecord, buffer.out, p.to_host);
   return call.error() == cudaSuccess ? 0 : fail("state to host memory", call.error());
 }
 
-// Seconds between two events, both waited for.
-double seconds(cudaEvent_t from, cudaEvent_t to, Calls& call) {
-  float milliseconds = 0;
-  call(cudaEventSynchronize, to)(cudaEventElapsedTime, &milliseconds, from, to);
-  return milliseconds * 1e-3;
-}
-
-// Chunks of `bytes` that follow each other through the pipeline, without an update. `both`: out again as well.
-double measured(bnb_fsdp_cuda_pipeline& p, char* host, char* device, int64_t bytes, int chunks, bool both,
-                cudaEvent_t start, cudaEvent_t end, Calls& call) {
-  call(cudaEventRecord, start, p.to_device)(wait, p.to_host, start);
-  for (int i = 0; i < chunks; ++i) {
-    const auto& buffer = p.buffers[static_cast<size_t>(i) % p.buffers.size()];
-    const int64_t at = i * bytes;
-    if (both) call(wait, p.to_device, buffer.out);
-    call(copy, device + at, host + at, bytes, cudaMemcpyHostToDevice, p.to_device);
-    call(cudaEventRecord, buffer.in, p.to_device);
-    if (!both) continue;
-    call(wait, p.to_host, buffer.in)(copy, host + at, device + at, bytes, cudaMemcpyDeviceToHost, p.to_host);
-    call(cudaEventRecord, buffer.out, p.to_host);
+// Measures what is queued between its construction and `seconds`, on both streams.
+class Stopwatch {
+ public:
+  Stopwatch(bnb_fsdp_cuda_pipeline& p, cudaEvent_t start, cudaEvent_t end, Calls& call)
+      : p_(p), start_(start), end_(end), call_(call) {
+    call(cudaEventRecord, start, p.to_device)(wait, p.to_host, start);
   }
-  call(wait, p.to_device, p.buffers[0].out);
-  call(cudaEventRecord, p.followed, p.to_host)(wait, p.to_device, p.followed)(cudaEventRecord, end,
-                                                                              p.to_device);
-  return seconds(start, end, call);
-}
+
+  double seconds() {
+    call_(cudaEventRecord, p_.followed, p_.to_host)(wait, p_.to_device, p_.followed);
+    call_(cudaEventRecord, end_, p_.to_device)(cudaEventSynchronize, end_);
+    float milliseconds = 0;
+    call_(cudaEventElapsedTime, &milliseconds, start_, end_);
+    return milliseconds * 1e-3;
+  }
+
+ private:
+  bnb_fsdp_cuda_pipeline& p_;
+  cudaEvent_t start_, end_;
+  Calls& call_;
+};
 
 }  // namespace
 }  // namespace bnb_fsdp
@@ -162,18 +174,34 @@ int bnb_fsdp_cuda_pipeline_follow(bnb_fsdp_cuda_pipeline* pipeline, void* stream
   return call.error() == cudaSuccess ? 0 : fail("the order of a pipeline's streams", call.error());
 }
 
-int bnb_fsdp_cuda_pipeline_step(bnb_fsdp_cuda_pipeline* pipeline, const bnb_fsdp_cuda_chunk* chunks,
-                                int64_t count, const bnb_fsdp_cuda_copy* copies, const void* const* gradients,
-                                const bnb_fsdp_hyper* hypers, const float* const* rates, void* stream) {
+int bnb_fsdp_cuda_pipeline_begin(bnb_fsdp_cuda_pipeline* pipeline, const bnb_fsdp_cuda_chunk* chunks,
+                                 const bnb_fsdp_cuda_copy* copies, int64_t ticket) {
   try {
     const DeviceScope scope(pipeline->device);
     if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(pipeline->device), scope.error());
+    pipeline->begun = ticket;
+    return bring_in(*pipeline, chunks[0], copies + chunks[0].first_copy);
+  } catch (const std::exception& error) {
+    return fail(error.what());
+  }
+}
+
+int bnb_fsdp_cuda_pipeline_step(bnb_fsdp_cuda_pipeline* pipeline, const bnb_fsdp_cuda_chunk* chunks,
+                                int64_t count, const bnb_fsdp_cuda_copy* copies, const void* const* gradients,
+                                const bnb_fsdp_hyper* hypers, const float* const* rates, int64_t ticket,
+                                void* stream) {
+  try {
+    const DeviceScope scope(pipeline->device);
+    if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(pipeline->device), scope.error());
+    const bool has_begun = pipeline->begun == ticket;
+    pipeline->begun = 0;
     for (int64_t i = 0; i < count; ++i) {
       const bnb_fsdp_cuda_chunk& chunk = chunks[i];
       const void* const* own = gradients + chunk.first_gradient;
       if (std::all_of(own, own + chunk.gradients, [](const void* g) { return g == nullptr; })) continue;
-      if (step_chunk(*pipeline, chunk, copies + chunk.first_copy, own, hypers, rates,
-                     static_cast<cudaStream_t>(stream)) != 0)
+      const bnb_fsdp_cuda_copy* its = copies + chunk.first_copy;
+      if (!(has_begun && i == 0) && bring_in(*pipeline, chunk, its) != 0) return 1;
+      if (step_chunk(*pipeline, chunk, its, own, hypers, rates, static_cast<cudaStream_t>(stream)) != 0)
         return 1;
     }
     return 0;
@@ -185,8 +213,10 @@ int bnb_fsdp_cuda_pipeline_step(bnb_fsdp_cuda_pipeline* pipeline, const bnb_fsdp
 int bnb_fsdp_cuda_pipeline_wait(bnb_fsdp_cuda_pipeline* pipeline) {
   const DeviceScope scope(pipeline->device);
   if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(pipeline->device), scope.error());
-  const cudaError_t error = cudaStreamSynchronize(pipeline->to_host);
-  return error == cudaSuccess ? 0 : fail("state to host memory", error);
+  Calls call;
+  call(cudaStreamSynchronize, pipeline->to_host)(cudaStreamSynchronize, pipeline->to_device);
+  pipeline->begun = 0;
+  return call.error() == cudaSuccess ? 0 : fail("state to host memory", call.error());
 }
 
 int bnb_fsdp_cuda_pipeline_measure(bnb_fsdp_cuda_pipeline* pipeline, void* host, void* device, int64_t bytes,
@@ -194,28 +224,46 @@ int bnb_fsdp_cuda_pipeline_measure(bnb_fsdp_cuda_pipeline* pipeline, void* host,
   const DeviceScope scope(pipeline->device);
   if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(pipeline->device), scope.error());
   constexpr int kChunks = 16;
+  constexpr int64_t kSmall = 256;
   cudaEvent_t start = nullptr, end = nullptr;
   Calls call;
   call(cudaEventCreateWithFlags, &start, cudaEventDefault)(cudaEventCreateWithFlags, &end, cudaEventDefault);
+  auto& p = *pipeline;
   auto* h = static_cast<char*>(host);
   auto* d = static_cast<char*>(device);
-  const int64_t part = bytes / kChunks;
-  double best[3] = {1e9, 1e9, 1e9};
+  const int64_t half = bytes / 2;
+  const bnb_fsdp_cuda_copy small[2] = {{h, d, kSmall, 1, 0, 0}, {h + half, d + half, kSmall, 1, 0, 0}};
+  double best[4] = {1e9, 1e9, 1e9, 1e9};
   for (int round = 0; round < 3; ++round) {  // the first warms up
-    const double times[3] = {measured(*pipeline, h, d, part, kChunks, false, start, end, call),
-                             measured(*pipeline, h, d, part, kChunks, true, start, end, call),
-                             measured(*pipeline, h, d, 256, kChunks, true, start, end, call)};
-    for (int i = 0; i < 3 && round > 0; ++i) best[i] = std::min(best[i], times[i]);
+    double times[4];
+    Stopwatch one_way(p, start, end, call);
+    call(copy, d, h, bytes, cudaMemcpyHostToDevice, p.to_device);
+    times[0] = one_way.seconds();
+    Stopwatch two_way(p, start, end, call);  // what goes out is what came in
+    call(copy, d, h, half, cudaMemcpyHostToDevice, p.to_device);
+    call(copy, h + half, d + half, half, cudaMemcpyDeviceToHost, p.to_host);
+    times[1] = two_way.seconds();
+    for (int64_t copies : {1, 2}) {
+      call(copy, d, h, bytes, cudaMemcpyHostToDevice, p.to_device);  // lest the device wait for the host
+      Stopwatch chunks(p, start, end, call);
+      for (int i = 0; i < kChunks; ++i) {
+        const auto& buffer = p.buffers[static_cast<size_t>(i) % p.buffers.size()];
+        call(wait, p.to_device, buffer.out)(queue, &p, small, copies, cudaMemcpyHostToDevice, p.to_device);
+        call(cudaEventRecord, buffer.in, p.to_device)(wait, p.to_host, buffer.in);
+        call(queue, &p, small, copies, cudaMemcpyDeviceToHost, p.to_host)(cudaEventRecord, buffer.out,
+                                                                          p.to_host);
+      }
+      times[1 + copies] = chunks.seconds();
+    }
+    for (int i = 0; i < 4 && round > 0; ++i) best[i] = std::min(best[i], times[i]);
   }
   for (cudaEvent_t event : {start, end})
     if (event != nullptr) cudaEventDestroy(event);
   if (call.error() != cudaSuccess) return fail("measuring copies", call.error());
-  const double total = static_cast<double>(part * kChunks);
-  // The first chunk has nothing going out beside it, the last nothing coming in.
-  const double alone = static_cast<double>(part) / (total / best[0]);
-  results[0] = total / best[0];
-  results[1] = 2 * (total - part) / std::max(best[1] - 2 * alone, 1e-9);
+  results[0] = static_cast<double>(bytes) / best[0];
+  results[1] = 2 * static_cast<double>(half) / best[1];
   results[2] = best[2] / kChunks;
+  results[3] = std::max(0.0, best[3] - best[2]) / kChunks;
   return 0;
 }
 
