@@ -94,10 +94,14 @@ def bits_of(state: dict[str, Any]) -> int:
     return 8 if state["state1"].dtype == torch.uint8 else 32
 
 
+def sizes(numel: int, bits: int) -> tuple[int, ...]:
+    """Bytes of each tensor of one state of a shard of ``numel`` elements: values and, in 8 bits, scales."""
+    return (numel, 4 * blocks(numel)) if bits == 8 else (4 * numel,)
+
+
 def expected_bytes(numel: int, bits: int, rule: Rule) -> int:
     """Bytes of state of a shard of ``numel`` elements, the 4-byte step included."""
-    per_state = numel + 4 * blocks(numel) if bits == 8 else 4 * numel
-    return per_state * len(rule.states) + 4
+    return sum(sizes(numel, bits)) * len(rule.states) + 4
 
 
 def _elsewhere(name: str, key: str, value: Tensor, shard: Tensor, rule: Rule) -> str:

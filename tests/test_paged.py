@@ -911,6 +911,51 @@ def test_chunk_sizes_are_sensible() -> None:
     )
 
 
+def _torch_allocates(sizes: Sequence[int]) -> int:
+    """What torch's allocator counts for tensors that come one after the other: a model of its blocks."""
+    segments: list[int] = []  # bytes left of those of 2 and 20 MiB that tensors share
+    small: list[int] = []
+    taken = 0
+    for size in sizes:
+        size = -(-size // 512) * 512
+        if size >= 10 * MIB:
+            segment = -(-size // (2 * MIB)) * 2 * MIB
+            rest = segment - size
+            taken += segment if rest <= MIB else size
+            if rest > MIB:
+                segments.append(rest)
+            continue
+        pool, whole = (small, 2 * MIB) if size <= MIB else (segments, 20 * MIB)
+        fitting = [left for left in pool if left >= size]
+        best = min(fitting) if fitting else whole
+        if fitting:
+            pool.remove(best)
+        rest = best - size
+        if rest >= 512 if size <= MIB else rest > MIB:
+            pool.append(rest)
+            taken += size
+        else:
+            taken += best
+    return taken
+
+
+def test_device_memory_is_counted_as_torch_allocates_it() -> None:
+    source = random.Random(1)
+    for _ in range(300):
+        least, largest = source.choice(((1, 1000), (1, MIB), (1, 10 * MIB - 512), (10 * MIB, 50 * MIB)))
+        sizes = [source.randint(least, largest) for _ in range(200)]
+        counted = sum(map(policy.device_bytes, sizes))
+        assert sum(sizes) <= _torch_allocates(sizes) <= counted
+        assert counted <= 1.06 * sum(sizes) + 512 * len(sizes)
+    # Small ones in what large ones left of their segments may leave more.
+    mixed = [source.randint(1, 30 * MIB) for _ in range(500)]
+    assert _torch_allocates(mixed) <= 1.01 * sum(map(policy.device_bytes, mixed))
+    assert _torch_allocates([6 * MIB + 600_000] * 3) > 3 * (6 * MIB + 600_000 + 512)
+    assert policy.device_bytes(11 * MIB) == 12 * MIB
+    assert policy.device_bytes(11 * MIB - 512) == 11 * MIB - 512
+    assert policy.device_bytes(1) == 512
+
+
 def test_the_time_that_chunks_are_predicted_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 1, 2 and 4 ms each way at 100 GB/s both ways, nothing else taking time."""
     monkeypatch.setattr(policy, "HOST_SECONDS", 0.0)

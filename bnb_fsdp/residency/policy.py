@@ -62,6 +62,22 @@ def reserve_of(reserve: int | None, total: int) -> int:
     return max(RESERVE_BYTES, int(RESERVE_SHARE * total)) if reserve is None else reserve
 
 
+def device_bytes(size: int) -> int:
+    """Bytes of the device that a tensor of ``size`` bytes takes at most, and that torch's caching allocator counts.
+
+    It rounds up to 512, cuts tensors below 10 MiB from segments of 20 and larger ones from multiples of 2, and gives
+    the rest of a segment away with the last of them if it is no more than 1 MiB.
+    """
+    mib = 1 << 20
+    rounded = -(-size // 512) * 512
+    if rounded <= mib:
+        return rounded
+    if rounded < 10 * mib:
+        return rounded + rounded // 19
+    segment = -(-rounded // (2 * mib)) * 2 * mib
+    return segment if segment - rounded <= mib else rounded
+
+
 def seconds(chunks: Iterable[tuple[int, int]], speed: Speed) -> float:
     """Seconds to move chunks, each of (bytes, copies each way), in and out one after the other.
 

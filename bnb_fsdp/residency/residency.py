@@ -28,6 +28,9 @@ PAGEABLE = "cuda"
 """The type of device, and the name of the backend, that state can be streamed to."""
 
 MEASURED_BYTES = 32 << 20
+TABLE_SHARE = 512
+"""The kernels' tables of addresses take less than this part of the state's bytes, wherever it is."""
+
 ASK_SECONDS = 0.02
 """How often "auto" asks for free memory at most: it takes 15 us, as much as a step of small state may take."""
 
@@ -43,6 +46,8 @@ class _Entry(NamedTuple):
     values: dict[str, Any] | None
     capturable: bool
     size: int
+    device_size: int
+    """Bytes on the device, were it there."""
 
 
 class Residency:
@@ -184,8 +189,12 @@ class Residency:
                     bits = state.bits_of(values)
                 else:
                     bits = state.decide(parameter, group, position).bits
-                size = state.expected_bytes(shard.numel(), bits, rule)
-                yield _Entry(parameter, shard, bits, values or None, group["capturable"], size)
+                tensors = state.sizes(shard.numel(), bits)
+                size, taken = sum(tensors), sum(map(policies.device_bytes, tensors))
+                states = len(rule.states)
+                yield _Entry(
+                    parameter, shard, bits, values or None, group["capturable"], states * size, states * taken
+                )
 
     def _find_devices(self, optimizer: BlockwiseOptimizer) -> None:
         """Find the parameters' devices; say, once, on which of them state stays as in the unpaged class."""
@@ -218,22 +227,23 @@ class Residency:
             self._chunk_sizes[device] = self._chunk_bytes(device, sum(entry.size for entry in own))
             left = self._budget(device, own)
             for entry in own:
-                if left is None or entry.size <= left:
-                    left = None if left is None else left - entry.size
+                if left is None or entry.device_size <= left:
+                    left = None if left is None else left - entry.device_size
                 else:
                     result.add(entry.parameter)
         return result
 
     def _budget(self, device: torch.device, entries: Sequence[_Entry]) -> int | None:
         """Bytes of state that stay on the device, None for all."""
-        total = sum(entry.size for entry in entries)
+        total = sum(entry.device_size for entry in entries)
         if self.offloaded or self.policy == "host":
             return 0
         budget = self._budgets.get(device, 0) if self.policy == "auto" else self.policy
         assert isinstance(budget, int)
         if total <= budget:
             return None
-        return max(0, budget - policies.BUFFERS * self._chunk_sizes[device])
+        tables = sum(entry.size for entry in entries) // TABLE_SHARE
+        return max(0, budget - policies.BUFFERS * self._chunk_sizes[device] - tables)
 
     def _to_host(self, entries: Sequence[_Entry], rule: Rule, made: dict[Tensor, dict[str, Tensor]]) -> None:
         new = [entry for entry in entries if not self._is_at_home(entry)]
