@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,11 +37,17 @@ OPTIMIZERS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def losses(options: argparse.Namespace, process: shared.Process) -> dict[str, Any]:
-    """Full fine-tuning and LoRA: every training loss, held-out losses, and how far 8 bits end from 32."""
+def losses(
+    options: argparse.Namespace, process: shared.Process, save: Callable[[dict[str, Any]], None]
+) -> None:
+    """Full fine-tuning and LoRA: every training loss, held-out losses, and how far 8 bits end from 32.
+
+    ``save`` gets what there is so far after every run; our optimizers come before torch's.
+    """
     source = _source(options)
     if isinstance(source, str):
-        return {"not_run": source}
+        save({"not_run": source})
+        return
     train, held_out = _data(source, 160 if options.tiny else 256)
     base = common.load_model(source, torch.device("cpu"), torch.float32)
     result: dict[str, Any] = {
@@ -48,19 +55,19 @@ def losses(options: argparse.Namespace, process: shared.Process) -> dict[str, An
         "held_out_samples": len(held_out), "steps": options.loss_steps, "batch": BATCH * process.world,
         "limit": LIMIT, "runs": [], "comparisons": [], "not_run_modes": {},
     }  # fmt: skip
-    for mode in RATES:
-        if mode == "lora" and importlib.util.find_spec("peft") is None:
-            result["not_run_modes"][mode] = "the package peft is not installed: pip install peft"
-            continue
-        for name, make in OPTIMIZERS.items():
-            row = _run(mode, name, make, base, train, held_out, options, process)
-            result["runs"].append(row)
-            shared.free(process)
-            process.say(
-                f"{mode} {name}: held-out loss {row['held_out_before']:.4f} -> {row['held_out_after']:.4f}"
-            )
-        result["comparisons"].append(compare(mode, result["runs"]))
-    return result
+    modes = list(RATES)
+    if importlib.util.find_spec("peft") is None:
+        modes.remove("lora")
+        result["not_run_modes"]["lora"] = "the package peft is not installed: pip install peft"
+    for (name, make), mode in itertools.product(OPTIMIZERS.items(), modes):
+        row = _run(mode, name, make, base, train, held_out, options, process)
+        result["runs"].append(row)
+        shared.free(process)
+        process.say(
+            f"{mode} {name}: held-out loss {row['held_out_before']:.4f} -> {row['held_out_after']:.4f}"
+        )
+        result["comparisons"] = [compared for m in modes if (compared := compare(m, result["runs"]))]
+        save(result)
 
 
 def _source(options: argparse.Namespace) -> Any:

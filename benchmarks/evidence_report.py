@@ -18,15 +18,19 @@ NAMED_KINDS = {
 FAULTY_KINDS = ("collectives", "copies", "device_copies", "synchronisations")
 
 
-def compare(mode: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Final held-out losses of a mode: 8 bits relative to 32, and 32 relative to torch's."""
+def compare(mode: str, runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Final held-out losses of a mode: 8 bits relative to 32, and 32 relative to torch's if there is one. None until
+    both of ours have run."""
     final = {row["optimizer"]: row["held_out_after"] for row in runs if row["mode"] == mode}
-    eight, full = final["bnb_fsdp AdamW8bit"], final["bnb_fsdp AdamW32bit"]
+    eight, full = final.get("bnb_fsdp AdamW8bit"), final.get("bnb_fsdp AdamW32bit")
+    if eight is None or full is None:
+        return None
+    theirs = final.get("torch AdamW fused")
     difference = abs(eight - full) / full
     return {
         "mode": mode, "held_out_8bit": eight, "held_out_32bit": full,
-        "held_out_torch": final["torch AdamW fused"], "relative_difference": difference,
-        "relative_difference_32bit_torch": abs(full - final["torch AdamW fused"]) / final["torch AdamW fused"],
+        "held_out_torch": theirs, "relative_difference": difference,
+        "relative_difference_32bit_torch": None if theirs is None else abs(full - theirs) / theirs,
         "within_limit": bool(difference <= LIMIT),  # not for nan
     }  # fmt: skip
 
@@ -37,7 +41,11 @@ def faults(result: dict[str, Any]) -> list[str]:
     for row in result.get("failure", []) + result.get("steps", []):
         if row["optimizer"].startswith(OURS) and (text := next(filter(None, map(row.get, WHY_NOT)), None)):
             found.append(f"{row['optimizer']} ({row.get('dtype', 'failure')}): {text}")
-    for row in result.get("losses", {}).get("comparisons", []):
+    losses = result.get("losses", {})
+    compared = {row["mode"] for row in losses.get("comparisons", [])}
+    for mode in sorted({row["mode"] for row in losses.get("runs", [])} - compared):
+        found.append(f"{mode}: only one of AdamW32bit and AdamW8bit was run")
+    for row in losses.get("comparisons", []):
         if not row["within_limit"]:
             found.append(
                 f"{row['mode']}: the final held-out loss with 8-bit state, {row['held_out_8bit']:.4f}, is "
@@ -196,13 +204,14 @@ def _losses_table(losses: dict[str, Any]) -> list[str]:
     differences = {row["mode"]: row for row in losses["comparisons"]}
 
     def cells(row: dict[str, Any]) -> list[str]:
-        difference = differences[row["mode"]]
+        difference = differences.get(row["mode"])
         eight = full = ""
-        if row["optimizer"] == f"{OURS}AdamW8bit":
+        if difference and row["optimizer"] == f"{OURS}AdamW8bit":
             inside = "within" if difference["within_limit"] else "NOT within"
             eight = f"{difference['relative_difference']:.3%}, {inside} {losses['limit']:.1%}"
-        if row["optimizer"] == f"{OURS}AdamW32bit":
-            full = f"{difference['relative_difference_32bit_torch']:.3%}"
+        if difference and row["optimizer"] == f"{OURS}AdamW32bit":
+            relative = difference["relative_difference_32bit_torch"]
+            full = "" if relative is None else f"{relative:.3%}"
         before, after = row["held_out_before"], row["held_out_after"]
         return [row["mode"], row["optimizer"], f"{before:.4f}", f"{after:.4f}", eight, full]
 

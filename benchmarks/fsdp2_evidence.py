@@ -31,6 +31,11 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--json", type=Path, help="file for the results, written after every optimizer")
+    add(
+        "--add",
+        action="store_true",
+        help="keep what the JSON file has of other parts, and of other optimizers in the part steps",
+    )
     add("--png", type=Path, help="file for the figure")
     add(
         "--from",
@@ -75,30 +80,57 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import evidence_trace
 
     with shared.common.processes() as process:
-        result: dict[str, Any] = {
+        result: dict[str, Any] = _earlier(options, process.world)
+        result |= {
             **shared.machine(process), "versions": shared.versions(), "world_size": process.world,
             "backend": "nccl" if process.device.type == "cuda" else "gloo",
             "command": f"torchrun --nproc_per_node={process.world} {' '.join(sys.argv)}",
             "model": shared.configuration(options), "tiny": options.tiny,
         }  # fmt: skip
 
+        kept_steps = result.get("steps", [])
+
         def save(part: str, value: Any) -> None:
             result[part] = value
+            result.setdefault("measured", {})[part] = {
+                key: result[key] for key in ("date", "commit", "command", "versions")
+            }
             if process.rank == 0 and options.json:
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
 
         process.say(f"devices: {process.label}")
         if "steps" in options.parts:
-            evidence_steps.steps(options, process, lambda rows: save("steps", rows))
+            evidence_steps.steps(options, process, lambda rows: save("steps", _merged(kept_steps, rows)))
         if "trace" in options.parts:
             save("trace", evidence_trace.trace(options, process))
         if "losses" in options.parts:
-            save("losses", evidence_losses.losses(options, process))
+            evidence_losses.losses(options, process, lambda found: save("losses", found))
         if "failure" in options.parts:
             # Last: another package's failure may leave a device unusable.
             save("failure", evidence_steps.failure(options, process))
         result["rank"] = process.rank
     return result
+
+
+def _earlier(options: argparse.Namespace, world: int) -> dict[str, Any]:
+    """What the JSON file has already, with --add. SystemExit if it is of another number of processes."""
+    if not (options.add and options.json and options.json.exists()):
+        return {}
+    found: dict[str, Any] = json.loads(options.json.read_text())
+    if found["world_size"] != world:
+        raise SystemExit(
+            f"{options.json} is of {found['world_size']} processes, these are {world}: give another file to --json"
+        )
+    return found
+
+
+def _merged(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``rows`` in place of earlier ones of the same optimizer and dtype."""
+    new = {(row["optimizer"], row["dtype"]): row for row in rows}
+    earlier = [(row["optimizer"], row["dtype"]) for row in kept]
+    return [new.get(key, row) for key, row in zip(earlier, kept)] + [
+        row for key, row in new.items() if key not in earlier
+    ]
 
 
 def main() -> int:

@@ -129,6 +129,35 @@ def test_times_losses_and_what_is_said_of_them_agree(result: dict[str, Any]) -> 
     assert "fsdp2_evidence.py --tiny" in result["command"] and result["date"]
 
 
+def test_a_later_run_adds_to_an_earlier_one(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(written.read_text())
+    before = json.loads(path.read_text())
+    arguments = ("--tiny", "--add", "--json", str(path), "--warmup", "1")
+    more = ("--parts", "steps", "losses", "--only", "torch AdamW", "--steps", "5", "--loss-steps", "3")
+    status, output = run(*arguments, *more, ranks=2)
+    assert status in (0, 1), output  # three steps need not end within half a percent
+    after = json.loads(path.read_text())
+    assert after["failure"] == before["failure"] and after["trace"] == before["trace"]
+    keys = [(row["optimizer"], row["dtype"]) for row in before["steps"]]
+    assert [(row["optimizer"], row["dtype"]) for row in after["steps"]] == keys
+    for old, new in zip(before["steps"], after["steps"]):
+        is_anew = "torch AdamW" in old["optimizer"]
+        assert (new["steps_wanted"] == 5) if is_anew else (new == old)
+    assert set(after["measured"]) == {"failure", "steps", "losses", "trace"}
+    assert after["measured"]["trace"] == before["measured"]["trace"]
+    assert "--parts steps losses" in after["measured"]["losses"]["command"]
+    runs = [(row["mode"], row["optimizer"]) for row in after["losses"]["runs"]]
+    modes = {mode for mode, _ in runs}
+    assert "full" in modes and len(runs) == 3 * len(modes)
+    for row in after["losses"]["runs"]:
+        assert len(row["losses"]) == 3 and row["held_out_after"] < row["held_out_before"]
+    assert {row["mode"] for row in after["losses"]["comparisons"]} == modes
+    status, output = run(*arguments, "--parts", "failure", ranks=1)
+    assert status == 1 and "is of 2 processes, these are 1" in output
+    assert json.loads(path.read_text()) == after
+
+
 def test_the_failure_of_bitsandbytes_is_recorded(result: dict[str, Any]) -> None:
     rows = {row["optimizer"]: row for row in result["failure"]}
     ours = rows["bnb_fsdp AdamW8bit"]
@@ -228,6 +257,11 @@ def test_half_a_percent_of_held_out_loss_is_the_limit(
     ]
     result["losses"] = {"comparisons": [REPORT.compare("full", runs)]}
     assert len(REPORT.faults(result)) == count
+    assert REPORT.compare("full", runs[:1]) is None and REPORT.compare("lora", runs) is None
+    without = REPORT.compare("full", runs[:2])
+    assert without["held_out_torch"] is without["relative_difference_32bit_torch"] is None
+    result["losses"] = {"comparisons": [], "runs": runs[:1]}  # ended before the other
+    assert REPORT.faults(result) == ["full: only one of AdamW32bit and AdamW8bit was run"]
 
 
 # --- a GPU's trace ----------------------------------------------------------------------------------------
