@@ -70,12 +70,14 @@ class LazyPipeline:
         buckets = [make(chunk.slots) for chunk in chunks]
         buffers = self.buffers  # alive as long as the chunks
 
-        def begin() -> None:
+        def begin(count: int) -> None:
             """At once, so that it shows if state changes afterwards."""
-            while chunks[0].buffer in {index for index, _ in self._out}:
-                self._go_out()
-            self._come_in(chunks[0])
-            self._begun = run
+            assert 0 < count <= len(self.buffers)
+            for chunk in chunks[:count]:
+                while chunk.buffer in {index for index, _ in self._out}:
+                    self._go_out()
+                self._come_in(chunk)
+            self._begun = run, count
 
         def run(pointers: int, hypers: Any) -> None:
             assert buffers is self.buffers
@@ -84,9 +86,9 @@ class LazyPipeline:
                 own = pointers + 8 * chunk.first
                 if any((ctypes.c_uint64 * len(chunk.slots)).from_address(own)):
                     work.append((chunk, bucket, own))
-            has_begun, self._begun = self._begun is run, None
-            came = int(has_begun and bool(work) and work[0][0] is chunks[0])
-            updated = 0
+            there = chunks[: self._begun[1]] if self._begun and self._begun[0] is run else []
+            self._begun = None
+            came = updated = 0
             while updated < len(work):
                 possible = ["update"] if updated < came else []
                 if came < len(work):
@@ -102,7 +104,8 @@ class LazyPipeline:
                     continue
                 chunk, bucket, own = work[came if what == "in" else updated]
                 if what == "in":
-                    self._come_in(chunk)
+                    if not any(chunk is other for other in there):
+                        self._come_in(chunk)
                     came += 1
                 else:
                     bucket.run_pointers(own, hypers)

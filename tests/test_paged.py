@@ -294,7 +294,7 @@ def test_absent_gradients_move_nothing(device: Device) -> None:
     before = pipeline.moved
     pair.gradients(1, (0, 1))
     pair.step()
-    assert pipeline.moved - before <= CHUNK  # what a step begins with, and once only
+    assert pipeline.moved - before <= policy.BUFFERS * CHUNK  # what a step begins with, and once only
     before = pipeline.moved
     pair.step()
     assert pipeline.moved == before
@@ -662,7 +662,7 @@ def test_state_that_came_in_for_a_step_that_was_refused_comes_in_again(device: D
         with pytest.raises(ValueError, match="sparse"):
             optimizer.step()
         if optimizer is pair.paged:
-            assert len(device.log) == 1 and device.log[0].startswith("in")
+            assert device.log == [f"in {i}" for i in range(1, policy.BUFFERS)] + ["in 0"]
         optimizer.state[parameters[0]]["state1"].fill_(200)
         parameters[1].grad = None
     pair.steps(1, 2).compare()

@@ -23,7 +23,7 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "unregister": (_INT, _POINTER),
     "pipeline_create": (_INT, _INT64, _POINTER),
     "pipeline_follow": (_POINTER, _POINTER),
-    "pipeline_begin": (_POINTER, _POINTER, _POINTER, _INT64),
+    "pipeline_begin": (_POINTER, _POINTER, _INT64, _POINTER, _INT64),
     "pipeline_step": (_POINTER, _POINTER, _INT64, *[_POINTER] * 4, _INT64, _POINTER),
     "pipeline_wait": (_POINTER,),
     "pipeline_measure": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER),
@@ -125,10 +125,10 @@ class CudaPipeline:
     def prepare(self, key: BucketKey, make: Callable[[Sequence[Slot]], Bucket], chunks: Sequence[Any]) -> Any:
         return _Prepared(self, key, make, chunks)
 
-    def begin(self, prepared: _Prepared) -> None:
-        """Queue what `step` begins with; `wait`, or another step, undoes it."""
+    def begin(self, prepared: _Prepared, count: int) -> None:
+        """Queue the first ``count`` copies in of `step`; `wait`, or another step, undoes it."""
         self._pending = True
-        _checked("pipeline_begin")(self._handle, prepared.chunks, prepared.copies, prepared.ticket)
+        _checked("pipeline_begin")(self._handle, prepared.chunks, count, prepared.copies, prepared.ticket)
 
     def step(self, prepared: _Prepared, pointers: int, hypers: Any, rates: Any, stream: int) -> None:
         """Queue a step of chunks; nothing is waited for."""
@@ -194,9 +194,9 @@ class _Prepared:
         self._index = index_of(pipeline.device)
         self._streams = {raw_stream(self._index)}
 
-    def begin(self) -> None:
+    def begin(self, count: int) -> None:
         if not torch.cuda.is_current_stream_capturing():
-            self._pipeline.begin(self)
+            self._pipeline.begin(self, count)
 
     def __call__(self, pointers: int, hypers: Sequence[Hyper]) -> None:
         for index in self._used:

@@ -150,10 +150,11 @@ BNB_FSDP_API int bnb_fsdp_cuda_pipeline_create(int device, int64_t buffers, bnb_
 BNB_FSDP_API void bnb_fsdp_cuda_pipeline_destroy(bnb_fsdp_cuda_pipeline* pipeline);
 // The pipeline's copies, from now on, come after what is queued on `stream`.
 BNB_FSDP_API int bnb_fsdp_cuda_pipeline_follow(bnb_fsdp_cuda_pipeline* pipeline, void* stream);
-// Copies the state of the first of these chunks in, ahead of the step with the same `ticket`, a number above 0
-// that each table of chunks has for itself. It is for nothing if another step comes first, or a wait.
+// Copies the state of the first `count` of these chunks in, no more than there are buffers, ahead of the step
+// with the same `ticket`, a number above 0 that each table of chunks has for itself. It is for nothing if
+// another step comes first, or a wait.
 BNB_FSDP_API int bnb_fsdp_cuda_pipeline_begin(bnb_fsdp_cuda_pipeline* pipeline,
-                                              const bnb_fsdp_cuda_chunk* chunks,
+                                              const bnb_fsdp_cuda_chunk* chunks, int64_t count,
                                               const bnb_fsdp_cuda_copy* copies, int64_t ticket);
 // Steps the chunks in order, those without any gradient apart: state in, update on `stream`, state out.
 // `stream` waits for state that comes in, never for state that goes out. After a failure some chunks may have

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,7 @@ from ..backends.base import Bucket, BucketKey, ByPointers, Slot, device_rate
 from ..codebook import BLOCK_SIZE
 from ..rules import Hyper
 from .memory import aligned
-from .policy import Speed, seconds
+from .policy import BUFFERS, Speed, seconds
 
 TILE = 16384
 """Elements: a tensor is cut at multiples of it. No block is cut, and what is copied of a part is a multiple of 256
@@ -86,8 +87,9 @@ class Chunk:
 class Run(Protocol):
     """Steps prepared chunks: (address of a gradient's address for each piece, hyperparameters)."""
 
-    def begin(self) -> None:
-        """Let the first chunk's state come in ahead of the step that follows. Changes nothing else."""
+    def begin(self, count: int) -> None:
+        """Let the states of the first ``count`` chunks, up to `BUFFERS`, come in ahead of the step that follows.
+        Changes nothing else."""
 
     def __call__(self, pointers: int, hypers: Sequence[Hyper]) -> None: ...
 
@@ -225,8 +227,8 @@ class HostBucket(ByPointers):
             chunks.append(chunk)
         size = key.gradient_dtype.itemsize
         self._owners = [piece.slot for piece in pieces]
-        self._first = [piece.slot for part in parts[:1] for piece in part]
-        self._begins = True
+        self._first = [[piece.slot for piece in part] for part in parts[:BUFFERS]]
+        self._begins = len(self._first)
         # Pieces that begin within a tensor: (number, tensor, bytes of its gradient before them).
         self._parts = [(i, p.slot, size * p.start) for i, p in enumerate(pieces) if p.start]
         self._pointers = array.array("Q", bytes(8 * len(pieces)))
@@ -285,17 +287,24 @@ class HostBucket(ByPointers):
             )
 
     def begin(self) -> None:
-        """Let the first states come in, if they were stepped the last time; what comes of the step is open."""
+        """Let the first states come in, as far as they were stepped the last time; what comes of the step is open.
+
+        The host may take longer to check gradients than a chunk takes to come in.
+        """
         if self._begins:
-            self._run.begin()
+            self._run.begin(self._begins)
 
     def run_pointers(self, pointers: int, hypers: Sequence[Hyper], scales: Tensor | None = None) -> None:
         assert scales is None  # no Paged class scales its updates
         given = (ctypes.c_uint64 * len(self._slots)).from_address(pointers)
-        self._begins = any(given[index] for index in self._first)
-        if not self._split:
+        if self._split:
+            self._run_pieces(given, hypers)
+        else:
             self._run(pointers, hypers)
-            return
+        used = (any(map(given.__getitem__, tensors)) for tensors in self._first)
+        self._begins = sum(itertools.takewhile(bool, used))
+
+    def _run_pieces(self, given: Any, hypers: Sequence[Hyper]) -> None:
         self._pointers[:] = array.array("Q", map(given.__getitem__, self._owners))
         for place, index, distance in self._parts:
             if given[index] > 1:

@@ -329,7 +329,9 @@ struct Plan {
   }
 
   bool begin(bnb_fsdp_cuda_pipeline* pipeline, int64_t ticket) const {
-    return bnb_fsdp_cuda_pipeline_begin(pipeline, chunks.data(), copies.data(), ticket) == 0;
+    const auto most = std::min(static_cast<int64_t>(chunks.size()), kBuffers);
+    const int64_t count = 1 + chosen(static_cast<int>(most));
+    return bnb_fsdp_cuda_pipeline_begin(pipeline, chunks.data(), count, copies.data(), ticket) == 0;
   }
 
   bool step(bnb_fsdp_cuda_pipeline* pipeline, const std::vector<const void*>& gradients, int64_t ticket,

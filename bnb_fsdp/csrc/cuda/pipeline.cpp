@@ -24,7 +24,7 @@ struct bnb_fsdp_cuda_pipeline {
   cudaEvent_t followed = nullptr;
   std::vector<Buffer> buffers;
   bnb_fsdp::Copies copies;
-  int64_t begun = 0;  // the ticket of the step whose first chunk is coming in
+  int64_t begun = 0, begun_chunks = 0;  // the ticket of the step whose first chunks are coming in, how many
 
   bnb_fsdp_cuda_pipeline() = default;
   bnb_fsdp_cuda_pipeline(const bnb_fsdp_cuda_pipeline&) = delete;
@@ -175,12 +175,15 @@ int bnb_fsdp_cuda_pipeline_follow(bnb_fsdp_cuda_pipeline* pipeline, void* stream
 }
 
 int bnb_fsdp_cuda_pipeline_begin(bnb_fsdp_cuda_pipeline* pipeline, const bnb_fsdp_cuda_chunk* chunks,
-                                 const bnb_fsdp_cuda_copy* copies, int64_t ticket) {
+                                 int64_t count, const bnb_fsdp_cuda_copy* copies, int64_t ticket) {
   try {
     const DeviceScope scope(pipeline->device);
     if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(pipeline->device), scope.error());
     pipeline->begun = ticket;
-    return bring_in(*pipeline, chunks[0], copies + chunks[0].first_copy);
+    pipeline->begun_chunks = count;
+    for (int64_t i = 0; i < count; ++i)
+      if (bring_in(*pipeline, chunks[i], copies + chunks[i].first_copy) != 0) return 1;
+    return 0;
   } catch (const std::exception& error) {
     return fail(error.what());
   }
@@ -193,14 +196,14 @@ int bnb_fsdp_cuda_pipeline_step(bnb_fsdp_cuda_pipeline* pipeline, const bnb_fsdp
   try {
     const DeviceScope scope(pipeline->device);
     if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(pipeline->device), scope.error());
-    const bool has_begun = pipeline->begun == ticket;
+    const int64_t there = pipeline->begun == ticket ? pipeline->begun_chunks : 0;
     pipeline->begun = 0;
     for (int64_t i = 0; i < count; ++i) {
       const bnb_fsdp_cuda_chunk& chunk = chunks[i];
       const void* const* own = gradients + chunk.first_gradient;
       if (std::all_of(own, own + chunk.gradients, [](const void* g) { return g == nullptr; })) continue;
       const bnb_fsdp_cuda_copy* its = copies + chunk.first_copy;
-      if (!(has_begun && i == 0) && bring_in(*pipeline, chunk, its) != 0) return 1;
+      if (i >= there && bring_in(*pipeline, chunk, its) != 0) return 1;
       if (step_chunk(*pipeline, chunk, its, own, hypers, rates, static_cast<cudaStream_t>(stream)) != 0)
         return 1;
     }
