@@ -168,19 +168,10 @@ class CudaSteps:
     def __init__(self, index: int) -> None:
         from .backends import cuda, native
 
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the first call for cuda:{index} brings tables to the device, which a CUDA graph cannot capture: make "
-                "a call before the capture."
-            )
         cuda.check_device(torch.device("cuda", index))
         self._cuda, self._index = cuda, index
         self._library = cuda.library()
-        host = torch.empty(self._library.maps_bytes(), dtype=torch.uint8)
-        if self._library.maps(host.data_ptr()) != 0:
-            raise RuntimeError(f"code tables: {self._library.last_error()}")
-        self._maps = host.to(f"cuda:{index}")
-        self.maps = self._maps.data_ptr()
+        self.maps = cuda.maps(index).data_ptr()
         # Larger tensors have more tiles than the device has CTAs, which then take them by a ticket.
         self._with_tickets = 4096 * torch.cuda.get_device_properties(index).multi_processor_count
         self._entry, self._hyper = native.TensorEntry, native.Hyper

@@ -51,6 +51,8 @@ class LazyPipeline:
         self._next = 0
         self._out: list[tuple[int, Sequence[Any]]] = []
         self._begun: Any = None
+        self.locked: dict[int, int] | None = None
+        """Page-locked ranges, which everything comes from; None: not looked at."""
         self._random = None if seed is None else random.Random(seed)
 
     def resize(self, chunk_bytes: int) -> None:
@@ -72,7 +74,7 @@ class LazyPipeline:
 
         def begin(count: int) -> None:
             """At once, so that it shows if state changes afterwards."""
-            assert 0 < count <= len(self.buffers)
+            assert 0 < count <= len(self.buffers) and buffers is self.buffers
             for chunk in chunks[:count]:
                 while chunk.buffer in {index for index, _ in self._out}:
                     self._go_out()
@@ -114,12 +116,14 @@ class LazyPipeline:
             while self._random is not None and self._out and self._random.random() < 0.5:
                 self._go_out()
 
-        run.begin = begin  # type: ignore[attr-defined]
+        run.begin, run.chunks = begin, chunks  # type: ignore[attr-defined]
         return run
 
     def _come_in(self, chunk: Any) -> None:
         for copy in chunk.copies:
             for host, device in rows(copy):
+                if self.locked is not None:
+                    assert any(a <= host and host + copy.size <= a + s for a, s in self.locked.items())
                 ctypes.memmove(device, host, copy.size)
                 self.moved += copy.size
         self.log.append(f"in {chunk.buffer}")
@@ -170,6 +174,7 @@ class Device:
 
     def new_pipeline(self, device: torch.device) -> LazyPipeline:
         self.pipelines.append(LazyPipeline(self.log, self.seed))
+        self.pipelines[-1].locked = self.locked
         return self.pipelines[-1]
 
     @property

@@ -70,7 +70,7 @@ def test_without_a_device_calls_fail_with_cudas_reason() -> None:
     with pytest.raises(RuntimeError, match=r"no kernels for cuda:0: cuda:0: .*\(cudaError\w+\)"):
         cuda.check_device(torch.device("cuda", 0))
     handle = ctypes.c_void_p()
-    status = cuda.library().bucket_create(b"adam", 8, 0, 0, None, 0, 1, 0, 0, ctypes.byref(handle))
+    status = cuda.library().bucket_create(b"adam", 8, 0, 0, None, 0, 1, 0, None, 0, ctypes.byref(handle))
     assert status != 0 and "cudaError" in cuda.library().last_error() and handle.value is None
 
 

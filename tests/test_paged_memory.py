@@ -230,6 +230,14 @@ def test_an_arena_cuts_tensors_like_others() -> None:
         arena.cut(torch.zeros(1))  # full
 
 
+def test_nothing_in_one_arena_goes_on_in_another() -> None:
+    """A copy that did would cross two ranges that were page-locked apart."""
+    for size in (256, 4096, 65536, 1 << 20):
+        some = [Arena(size, LOCKER) for _ in range(40)]
+        starts = {arena.memory.data_ptr() for arena in some}
+        assert not starts & {arena.memory.data_ptr() + aligned(size) for arena in some}, size
+
+
 @pytest.mark.parametrize("size", (1 << 60, 1 << 62, 1 << 70))
 def test_memory_that_the_system_refuses(size: int) -> None:
     with pytest.raises(HostMemoryError, match=f"{size:,} bytes of host memory were refused"):

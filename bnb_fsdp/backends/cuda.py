@@ -26,7 +26,7 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "bnb_fsdp_cuda_set_kernels": (ctypes.c_char_p,),
     "bnb_fsdp_cuda_maps": (_POINTER,),
     "bnb_fsdp_cuda_bucket_create": (
-        ctypes.c_char_p, *[_INT] * 3, _POINTER, _INT64, _INT64, _INT, _INT, _POINTER,
+        ctypes.c_char_p, *[_INT] * 3, _POINTER, _INT64, _INT64, _INT, _POINTER, _INT, _POINTER,
     ),
     "bnb_fsdp_cuda_bucket_step": (_POINTER,) * 7,
     "bnb_fsdp_cuda_bucket_norms": (_POINTER,) * 7,
@@ -84,6 +84,23 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+@cache
+def maps(index: int) -> Tensor:
+    """The tables of the two maps on a device (50 KiB, uint8), which all 8-bit launches there read; made once a process.
+
+    RuntimeError while a CUDA graph is captured, which could not hold the copy.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the first 8-bit step on cuda:{index} brings tables to the device, which a CUDA graph cannot capture: "
+            "take one before the capture."
+        )
+    host = torch.empty(library().maps_bytes(), dtype=torch.uint8)
+    if library().maps(host.data_ptr()) != 0:
+        raise RuntimeError(f"code tables: {library().last_error()}")
+    return host.to(f"cuda:{index}")
+
+
 def raw_stream(index: int) -> int:
     """The current stream of a device as a ``cudaStream_t``."""
     stream: int = torch._C._cuda_getCurrentRawStream(index)
@@ -133,7 +150,8 @@ class CudaBucket(ByPointers):
         self._check(
             self._library.bucket_create(
                 key.rule.encode(), key.bits, DTYPES[key.parameter_dtype], DTYPES[key.gradient_dtype],
-                entries, len(slots), self._groups, int(key.steps_on_device), self._index, ctypes.byref(handle),
+                entries, len(slots), self._groups, int(key.steps_on_device),
+                maps(self._index).data_ptr() if key.bits == 8 else None, self._index, ctypes.byref(handle),
             )
         )  # fmt: skip
         self._handle = handle.value

@@ -177,6 +177,7 @@ def materialize(optimizer: BlockwiseOptimizer, frozen: Sequence[Tensor] = ()) ->
         bits = state.decide(parameter, group, position).bits
         optimizer.state[parameter] = state.allocate(shard, bits, optimizer.rule, group["capturable"])
     if unplaced and optimizer._residency is not None:
+        optimizer._drop_plan()  # of state that is now being moved
         optimizer.state.update(optimizer._residency.place(optimizer, also=also))
 
 

@@ -81,12 +81,16 @@ BNB_FSDP_API int bnb_fsdp_cuda_check(int device);
 // later.
 BNB_FSDP_API int bnb_fsdp_cuda_set_kernels(const char* name);
 
+// Device memory with what bnb_fsdp_cuda_maps() writes is what 8-bit launches read: all of a device share it.
+BNB_FSDP_API int64_t bnb_fsdp_cuda_maps_bytes(void);
+BNB_FSDP_API int bnb_fsdp_cuda_maps(void* memory);
+
 // A bucket: tensors that share rule, bits and dtypes, stepped by one launch. tensors[].step are counters on the
-// host, or, with steps_on_device, on the device, where the step then advances them.
+// host, or, with steps_on_device, on the device, where the step then advances them. maps: NULL for 32 bits.
 typedef struct bnb_fsdp_cuda_bucket bnb_fsdp_cuda_bucket;
 BNB_FSDP_API int bnb_fsdp_cuda_bucket_create(const char* rule, int bits, int parameter_dtype,
                                              int gradient_dtype, const bnb_fsdp_tensor* tensors, int64_t count,
-                                             int64_t groups, int steps_on_device, int device,
+                                             int64_t groups, int steps_on_device, const void* maps, int device,
                                              bnb_fsdp_cuda_bucket** bucket);
 BNB_FSDP_API void bnb_fsdp_cuda_bucket_destroy(bnb_fsdp_cuda_bucket* bucket);
 // What the caller copies to device memory (aligned to 128 bytes) before the first step, and its size.
@@ -105,11 +109,8 @@ BNB_FSDP_API int bnb_fsdp_cuda_bucket_norms(bnb_fsdp_cuda_bucket* bucket, void* 
                                             float* workspace, float* sums, void* stream);
 
 // One tensor without a bucket. tensor->step must not be NULL but is not advanced: `step` counts the steps, this
-// one included. maps: device memory with what bnb_fsdp_cuda_maps() writes; tickets: two zeros in device memory
-// that no other launch uses at the time, needed by tensors of more tiles than the device has multiprocessors;
-// scale: one float on the device, or NULL.
-BNB_FSDP_API int64_t bnb_fsdp_cuda_maps_bytes(void);
-BNB_FSDP_API int bnb_fsdp_cuda_maps(void* memory);
+// one included. tickets: two zeros in device memory that no other launch uses at the time, needed by tensors of
+// more tiles than the device has multiprocessors; scale: one float on the device, or NULL.
 BNB_FSDP_API int64_t bnb_fsdp_cuda_tiles(int64_t numel);
 BNB_FSDP_API int bnb_fsdp_cuda_step(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
                                     const bnb_fsdp_tensor* tensor, const void* gradient,

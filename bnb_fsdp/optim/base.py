@@ -308,6 +308,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _drop_plan(self) -> None:
         if self._plan is not None:
             self._captured += self._plan.captured()
+            if self._residency is not None:
+                self._residency.wait()  # for copies that its buffers and its state are part of
         self._plan = None
 
     @_disable_dynamo

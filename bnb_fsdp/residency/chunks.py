@@ -26,6 +26,9 @@ SHARES = 16
 """Chunks are cut by so many parts of a staging buffer, from a quarter of them to all, whichever suits the tensors."""
 
 
+MANY = 500
+"""Chunks from which on no other size than a whole buffer is tried; ten times as many tensors."""
+
 PITCHES = range(1 << 31)
 """Bytes between the rows of one copy that CUDA allows (cudaDeviceProp.memPitch)."""
 
@@ -126,58 +129,59 @@ def _element_bytes(slot: Slot, count: int) -> int:
     return size + sum(aligned(4 * -(-count // BLOCK_SIZE)) for _ in slot.absmax)
 
 
-def _cut(slots: Sequence[Slot], limit: int) -> list[list[_Piece]]:
+class _Cut(NamedTuple):
+    """Chunks of pieces; of each its bytes and how many copies they take, if neighbours lie side by side."""
+
+    chunks: list[list[_Piece]]
+    moved: list[tuple[int, int]]
+
+
+def _cut(slots: Sequence[Slot], sizes: Sequence[int], limit: int) -> _Cut:
     """The pieces of each chunk of up to ``limit`` bytes: whole neighbours, or one of the equal parts of a tensor that
-    is larger. A part beside other pieces would take more copies than it saves chunks."""
-    chunks: list[list[_Piece]] = []
-    left = 0
-    for index, slot in enumerate(slots):
+    is larger. A part beside other pieces would take more copies than it saves chunks. ``sizes``: bytes of the slots."""
+    cut = _Cut([], [])
+    filled = limit
+    for index, (slot, size) in enumerate(zip(slots, sizes)):
         total = slot.parameter.numel()
-        size = _element_bytes(slot, total)
         if size > limit:
             count = _part(slot, limit)
-            chunks += [[_Piece(index, at, min(count, total - at))] for at in range(0, total, count)]
-            left = 0
+            starts = range(0, total, count)
+            copies = len(slot.states) + len(slot.absmax)
+            cut.chunks.extend([_Piece(index, start, min(count, total - start))] for start in starts)
+            cut.moved.extend([(_element_bytes(slot, count), copies)] * (len(starts) - 1))
+            cut.moved.append((_element_bytes(slot, total - starts[-1]), copies))
+            filled = limit
             continue
-        if size > left:
-            chunks.append([])
-            left = limit
-        chunks[-1].append(_Piece(index, 0, total))
-        left -= size
-    return chunks
+        if filled + size > limit:
+            cut.chunks.append([])
+            cut.moved.append((0, 1))
+            filled = 0
+        cut.chunks[-1].append(_Piece(index, 0, total))
+        filled += size
+        cut.moved[-1] = filled, 1
+    return cut
 
 
 def _part(slot: Slot, limit: int) -> int:
     """Elements, a multiple of `TILE`, of each of the fewest equal parts of up to ``limit`` bytes."""
     tiles = -(-slot.parameter.numel() // TILE)
-    parts = max(1, -(-_element_bytes(slot, TILE * tiles) // limit))
-    while _element_bytes(slot, count := TILE * -(-tiles // parts)) > limit:
-        parts += 1
-    return count
+    fitting = limit // _element_bytes(slot, TILE)  # every tensor of a tile fills a multiple of the alignment
+    return TILE * -(-tiles // -(-tiles // fitting))
 
 
-def _cost(slots: Sequence[Slot], chunks: Sequence[Sequence[_Piece]], speed: Speed) -> float:
-    """Seconds that a step by ``chunks`` takes, if the states of neighbours lie side by side in host memory."""
-    moved = []
-    for chunk in chunks:
-        size = sum(_element_bytes(slots[piece.slot], piece.numel) for piece in chunk)
-        first = slots[chunk[0].slot]
-        is_part = chunk[0].numel < first.parameter.numel()
-        moved.append((size, len(first.states) + len(first.absmax) if is_part else 1))
-    return seconds(moved, speed)
-
-
-def _pieces(slots: Sequence[Slot], chunk_bytes: int, speed: Speed) -> list[list[_Piece]]:
-    """The pieces of each chunk of up to ``chunk_bytes``: cut, of all sizes tried, by that which is fastest."""
+def _pieces(slots: Sequence[Slot], chunk_bytes: int, speed: Speed) -> _Cut:
+    """Chunks of up to ``chunk_bytes``: cut, of all sizes tried, by that which is fastest."""
     tile = max((_element_bytes(slot, TILE) for slot in slots), default=0)
     if tile > chunk_bytes:
         raise ValueError(
             f"staging buffers of {chunk_bytes} bytes are too small: {TILE} elements take {tile}."
         )
+    sizes = [_element_bytes(slot, slot.parameter.numel()) for slot in slots]
     limits = {max(tile, chunk_bytes * share // SHARES) for share in range(SHARES // 4, SHARES + 1)}
-    return min(
-        (_cut(slots, limit) for limit in sorted(limits)), key=lambda chunks: _cost(slots, chunks, speed)
-    )
+    if sum(sizes) > MANY * chunk_bytes or len(slots) > 10 * MANY:
+        limits = {chunk_bytes}  # what a chunk more or less costs does not matter there, and trying takes long
+    cuts = (_cut(slots, sizes, limit) for limit in sorted(limits))
+    return min(cuts, key=lambda cut: seconds(cut.moved, speed))
 
 
 def _floats(tensor: Tensor) -> Any:
@@ -207,7 +211,8 @@ class HostBucket(ByPointers):
         self._used = sorted({slot.group for slot in slots})
         pieces: list[_Piece] = []
         chunks: list[Chunk] = []
-        parts = _pieces(slots, pipeline.chunk_bytes, speed)
+        cut = _pieces(slots, pipeline.chunk_bytes, speed)
+        parts = cut.chunks
         split = {piece.slot for part in parts for piece in part if piece.start}
         # A tensor in pieces is stepped in each; the pieces count in private, set before and read after by nobody.
         self._split: list[tuple[int, list[int]]] = [(index, []) for index in sorted(split)]
@@ -235,7 +240,7 @@ class HostBucket(ByPointers):
         self._run = pipeline.prepare(key, make, chunks)
         self.chunks = len(chunks)
         """How many chunks a step with all gradients moves."""
-        self.seconds = _cost(slots, parts, speed)
+        self.seconds = seconds(cut.moved, speed)
         """How long that is predicted to take."""
 
     def _stage(self, chunk: Chunk, piece: _Piece, step: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 POLICIES = ("auto", "device", "host")
@@ -63,7 +63,8 @@ def reserve_of(reserve: int | None, total: int) -> int:
 
 
 def device_bytes(size: int) -> int:
-    """Bytes of the device that a tensor of ``size`` bytes takes at most, and that torch's caching allocator counts.
+    """Bytes of the device that a tensor of ``size`` bytes takes at most, by the count of torch's caching allocator with
+    an empty cache and its default settings.
 
     It rounds up to 512, cuts tensors below 10 MiB from segments of 20 and larger ones from multiples of 2, and gives
     the rest of a segment away with the last of them if it is no more than 1 MiB.
@@ -76,6 +77,16 @@ def device_bytes(size: int) -> int:
         return rounded + rounded // 19
     segment = -(-rounded // (2 * mib)) * 2 * mib
     return segment if segment - rounded <= mib else rounded
+
+
+def table_bytes(elements: Sequence[int], size: int, chunk: int, groups: int) -> int:
+    """Bytes of the kernels' tables at most, for tensors of so many ``elements`` and ``size`` bytes of state, in chunks
+    that fill a quarter of ``chunk`` at least, with the hyperparameters of ``groups`` each: the layout of
+    csrc/cuda/api.cpp. The maps of 8 bits come on top, once a process.
+    """
+    chunks = 2 + 4 * size // chunk
+    parts = len(elements) + chunks
+    return 128 * parts + sum(-(-n // 4096) for n in elements) * 4 + (2048 + 64 * groups) * chunks
 
 
 def seconds(chunks: Iterable[tuple[int, int]], speed: Speed) -> float:

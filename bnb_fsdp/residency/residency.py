@@ -28,9 +28,6 @@ PAGEABLE = "cuda"
 """The type of device, and the name of the backend, that state can be streamed to."""
 
 MEASURED_BYTES = 32 << 20
-TABLE_SHARE = 512
-"""The kernels' tables of addresses take less than this part of the state's bytes, wherever it is."""
-
 ASK_SECONDS = 0.02
 """How often "auto" asks for free memory at most: it takes 15 us, as much as a step of small state may take."""
 
@@ -68,6 +65,7 @@ class Residency:
         self._steps = 0
         self._on_device: set[Tensor] = set()
         self._asked = 0.0
+        self._groups = 1
         self._devices: set[torch.device] = set()
         self._unusable: set[torch.device] = set()
         self._chunk_sizes: dict[torch.device, int] = {}
@@ -124,6 +122,7 @@ class Residency:
                 "cannot be part of one. Use the class without Paged."
             )
         self._find_devices(optimizer)
+        self._groups = len(optimizer.param_groups)
         entries = list(self._entries(optimizer, fresh, also))
         in_host = self._choose(entries)
         self.wait()
@@ -236,14 +235,15 @@ class Residency:
     def _budget(self, device: torch.device, entries: Sequence[_Entry]) -> int | None:
         """Bytes of state that stay on the device, None for all."""
         total = sum(entry.device_size for entry in entries)
+        chunk = self._chunk_sizes[device]
+        tables = policies.table_bytes([entry.shard.numel() for entry in entries], total, chunk, self._groups)
         if self.offloaded or self.policy == "host":
             return 0
         budget = self._budgets.get(device, 0) if self.policy == "auto" else self.policy
         assert isinstance(budget, int)
-        if total <= budget:
+        if total + tables <= budget:
             return None
-        tables = sum(entry.size for entry in entries) // TABLE_SHARE
-        return max(0, budget - policies.BUFFERS * self._chunk_sizes[device] - tables)
+        return max(0, budget - policies.BUFFERS * chunk - tables)
 
     def _to_host(self, entries: Sequence[_Entry], rule: Rule, made: dict[Tensor, dict[str, Tensor]]) -> None:
         new = [entry for entry in entries if not self._is_at_home(entry)]
@@ -348,11 +348,12 @@ class Residency:
         return due
 
     def _held(self, optimizer: BlockwiseOptimizer, device: torch.device) -> int:
-        """Bytes of state on the device."""
+        """Bytes that state takes on the device."""
         size = 0
         for p in self._on_device:
-            values = dict.get(optimizer.state, p) or {}
-            size += sum(v.nbytes for v in values.values() if isinstance(v, Tensor) and v.device == device)
+            for v in (dict.get(optimizer.state, p) or {}).values():
+                if isinstance(v, Tensor) and v.device == device:
+                    size += policies.device_bytes(v.nbytes)
         return size
 
     def release_staging(self) -> None:

@@ -102,14 +102,23 @@ Made make(const std::vector<int64_t>& sizes, int states, int bits, int p, int g,
   return made;
 }
 
+const void* maps() {
+  static const void* const tables = [] {
+    std::vector<char> host(static_cast<size_t>(bnb_fsdp_cuda_maps_bytes()));
+    check(bnb_fsdp_cuda_maps(host.data()), "maps");
+    return device(host.data(), host.size());
+  }();
+  return tables;
+}
+
 void run(const char* rule, int states, int bits, int p, int g, int shift, const std::vector<int64_t>& sizes,
          bool steps_on_device, cudaStream_t stream) {
   Made made = make(sizes, states, bits, p, g, shift, steps_on_device);
   const auto count = static_cast<int64_t>(sizes.size());
   bnb_fsdp_cuda_bucket* bucket = nullptr;
-  check(
-      bnb_fsdp_cuda_bucket_create(rule, bits, p, g, made.tensors.data(), count, 2, steps_on_device, 0, &bucket),
-      rule);
+  check(bnb_fsdp_cuda_bucket_create(rule, bits, p, g, made.tensors.data(), count, 2, steps_on_device, maps(), 0,
+                                    &bucket),
+        rule);
   int64_t bytes = 0;
   const void* image = bnb_fsdp_cuda_bucket_image(bucket, &bytes);
   void* memory = device(image, static_cast<size_t>(bytes));

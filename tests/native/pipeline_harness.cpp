@@ -464,6 +464,25 @@ bool others() {
     good &= bnb_fsdp::message ==
             std::string(at == 0 ? "state from host memory" : "state to host memory") + ": made up";
   }
+  // What failed to begin is brought in by the step.
+  Host several(6, kRoom);
+  const Plan more(several.tensors, staging, turn);
+  std::vector<const void*> their;
+  for (Tensor& t : several.tensors) {
+    t.gradients.push_back(t.expected_state);
+    their.push_back(t.gradients.back().data());
+    for (size_t k = 0; k < t.numel(); ++k)
+      t.expected_state[k] = next_state(t.expected_state[k], t.gradients.back()[k], 1);
+  }
+  fail_in = 1;
+  has_batches = false;
+  good &= bnb_fsdp_cuda_pipeline_begin(pipeline, more.chunks.data(),
+                                       std::min<int64_t>(3, static_cast<int64_t>(more.chunks.size())),
+                                       more.copies.data(), 9) != 0;
+  fail_in = -1;
+  for (Numbers& buffer : staging) std::fill(buffer.begin(), buffer.end(), 0u);
+  good &= more.step(pipeline, their, 9, &caller) && bnb_fsdp_cuda_pipeline_wait(pipeline) == 0;
+  for (const Tensor& t : several.tensors) good &= t.is_right();
   good &= bnb_fsdp_cuda_register(0, host.data(), 5) != 0;
   good &= bnb_fsdp::message.find("page-locking 5 bytes of host memory") == 0;
   while (advance()) {

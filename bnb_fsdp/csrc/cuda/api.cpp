@@ -188,8 +188,8 @@ struct bnb_fsdp_cuda_bucket {
   bool steps_on_device = false;
   std::vector<float*> steps;
   int64_t count = 0, groups = 0, tiles = 0;
-  int64_t tile_tensor = 0, maps = 0, tickets = 0, gradients = 0, device_steps = 0, hypers = 0;  // offsets
-  bool has_maps = false;
+  int64_t tile_tensor = 0, tickets = 0, gradients = 0, device_steps = 0, hypers = 0;  // offsets
+  const MapTables* maps = nullptr;
   std::vector<unsigned char> image;
 
   template <class T>
@@ -201,7 +201,7 @@ struct bnb_fsdp_cuda_bucket {
 namespace bnb_fsdp {
 namespace {
 
-void build_image(bnb_fsdp_cuda_bucket& b, const std::vector<Entry>& entries, int bits) {
+void build_image(bnb_fsdp_cuda_bucket& b, const std::vector<Entry>& entries) {
   int64_t bytes = 0;
   const auto place = [&](int64_t size) {
     const int64_t offset = bytes;
@@ -210,8 +210,6 @@ void build_image(bnb_fsdp_cuda_bucket& b, const std::vector<Entry>& entries, int
   };
   place(b.count * static_cast<int64_t>(sizeof(Entry)));
   b.tile_tensor = place(b.tiles * 4);
-  b.has_maps = bits == 8;
-  b.maps = place(b.has_maps ? static_cast<int64_t>(sizeof(MapTables)) : 0);
   b.tickets = place(8);
   b.gradients = place(b.count * 8);
   b.device_steps = place(b.count * 4);
@@ -225,14 +223,13 @@ void build_image(bnb_fsdp_cuda_bucket& b, const std::vector<Entry>& entries, int
     std::fill(map, map + tiles, static_cast<int32_t>(i));
     map += tiles;
   }
-  if (b.has_maps) memcpy(image + b.maps, map_tables(), sizeof(MapTables));
 }
 
 // The device pointers of a launch.
 void point(const bnb_fsdp_cuda_bucket& b, void* memory, Launch& values) {
   values.entries = b.at<const Entry>(memory, 0);
   values.tile_tensor = b.at<const int32_t>(memory, b.tile_tensor);
-  values.maps = b.has_maps ? b.at<const MapTables>(memory, b.maps) : nullptr;
+  values.maps = b.maps;
   values.tickets = b.at<uint32_t>(memory, b.tickets);
   values.tiles = static_cast<int32_t>(b.tiles);
   values.gradients = nullptr;
@@ -370,13 +367,15 @@ int64_t bnb_fsdp_cuda_tiles(int64_t numel) { return tiles_of(numel); }
 
 int bnb_fsdp_cuda_bucket_create(const char* rule, int bits, int parameter_dtype, int gradient_dtype,
                                 const bnb_fsdp_tensor* tensors, int64_t count, int64_t groups,
-                                int steps_on_device, int device, bnb_fsdp_cuda_bucket** bucket) {
+                                int steps_on_device, const void* maps, int device,
+                                bnb_fsdp_cuda_bucket** bucket) {
   try {
     const DeviceScope scope(device);
     if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(device), scope.error());
     auto b = std::make_unique<bnb_fsdp_cuda_bucket>();
     if (find_kernel(rule, bits, parameter_dtype, gradient_dtype, device, b->kernel) != 0) return 1;
-    if (map_tables() == nullptr) return fail("the maps have no tables");
+    if (bits == 8 && maps == nullptr) return fail("maps is NULL");
+    b->maps = static_cast<const MapTables*>(maps);
     b->name = std::string(rule) + ", " + std::to_string(bits) + "-bit states";
     b->device = device;
     b->count = count;
@@ -392,7 +391,7 @@ int bnb_fsdp_cuda_bucket_create(const char* rule, int bits, int parameter_dtype,
       if (b->tiles >= (int64_t{1} << 31) - (1 << 20))
         return fail("the tensors have too many elements together");
     }
-    build_image(*b, entries, bits);
+    build_image(*b, entries);
     *bucket = b.release();
     return 0;
   } catch (const std::exception& error) {

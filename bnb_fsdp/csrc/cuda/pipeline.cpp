@@ -179,10 +179,11 @@ int bnb_fsdp_cuda_pipeline_begin(bnb_fsdp_cuda_pipeline* pipeline, const bnb_fsd
   try {
     const DeviceScope scope(pipeline->device);
     if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(pipeline->device), scope.error());
-    pipeline->begun = ticket;
-    pipeline->begun_chunks = count;
+    pipeline->begun = 0;
     for (int64_t i = 0; i < count; ++i)
       if (bring_in(*pipeline, chunks[i], copies + chunks[i].first_copy) != 0) return 1;
+    pipeline->begun = ticket;
+    pipeline->begun_chunks = count;
     return 0;
   } catch (const std::exception& error) {
     return fail(error.what());
