@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,17 +74,6 @@ def one_round(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats, (time.perf_counter() - before) * 1e3 / repeats
-
-
-def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Of installed packages; None of those that are not."""
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def machine() -> dict[str, Any]:

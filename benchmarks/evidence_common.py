@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from bnb_fsdp.cli import installed_versions
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import common
 
@@ -149,4 +151,4 @@ def machine(process: Process) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    return inventories.versions(PACKAGES)
+    return installed_versions(PACKAGES)

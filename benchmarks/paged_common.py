@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import cuda_inventories as inventories
 import torch
 
+from bnb_fsdp.cli import installed_versions
+
 MIB = 1 << 20
 PIECE = 32 * MIB
 PINNED = 512 * MIB
@@ -119,7 +121,7 @@ def open_device(dry: bool) -> Cuda:
 
 
 def versions() -> dict[str, str | None]:
-    return inventories.versions(PACKAGES)
+    return installed_versions(PACKAGES)
 
 
 # Times

@@ -12,7 +12,7 @@ import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,18 +176,20 @@ def _report(requested: str) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "bnb_fsdp": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    for package in PACKAGES:
+def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of installed packages; None of those that are not."""
+    versions: dict[str, str | None] = {}
+    for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     return versions
+
+
+def _versions() -> dict[str, str | None]:
+    own = {"bnb_fsdp": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return {**own, **installed_versions(PACKAGES)}
 
 
 def _devices() -> list[torch.device]:

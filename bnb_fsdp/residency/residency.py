@@ -65,7 +65,6 @@ class Residency:
         self._steps = 0
         self._on_device: set[Tensor] = set()
         self._asked = 0.0
-        self._groups = 1
         self._devices: set[torch.device] = set()
         self._unusable: set[torch.device] = set()
         self._chunk_sizes: dict[torch.device, int] = {}
@@ -122,9 +121,8 @@ class Residency:
                 "cannot be part of one. Use the class without Paged."
             )
         self._find_devices(optimizer)
-        self._groups = len(optimizer.param_groups)
         entries = list(self._entries(optimizer, fresh, also))
-        in_host = self._choose(entries)
+        in_host = self._choose(entries, len(optimizer.param_groups))
         self.wait()
         made: dict[Tensor, dict[str, Tensor]] = {}
         rule = optimizer.rule
@@ -216,7 +214,7 @@ class Residency:
                     f"{self._owner}: {reason}; it works as the unpaged class.", UserWarning, stacklevel=2
                 )
 
-    def _choose(self, entries: Sequence[_Entry]) -> set[Tensor]:
+    def _choose(self, entries: Sequence[_Entry], groups: int) -> set[Tensor]:
         """The parameters whose state shall be in host memory; finds each device's chunk size too."""
         result: set[Tensor] = set()
         if self.policy == "device" and not self.offloaded:
@@ -224,7 +222,7 @@ class Residency:
         for device in dict.fromkeys(entry.shard.device for entry in entries):
             own = [entry for entry in entries if entry.shard.device == device and self._can_page(entry.shard)]
             self._chunk_sizes[device] = self._chunk_bytes(device, sum(entry.size for entry in own))
-            left = self._budget(device, own)
+            left = self._budget(device, own, groups)
             for entry in own:
                 if left is None or entry.device_size <= left:
                     left = None if left is None else left - entry.device_size
@@ -232,13 +230,13 @@ class Residency:
                     result.add(entry.parameter)
         return result
 
-    def _budget(self, device: torch.device, entries: Sequence[_Entry]) -> int | None:
+    def _budget(self, device: torch.device, entries: Sequence[_Entry], groups: int) -> int | None:
         """Bytes of state that stay on the device, None for all."""
-        total = sum(entry.device_size for entry in entries)
-        chunk = self._chunk_sizes[device]
-        tables = policies.table_bytes([entry.shard.numel() for entry in entries], total, chunk, self._groups)
         if self.offloaded or self.policy == "host":
             return 0
+        total = sum(entry.device_size for entry in entries)
+        chunk = self._chunk_sizes[device]
+        tables = policies.table_bytes([entry.shard.numel() for entry in entries], total, chunk, groups)
         budget = self._budgets.get(device, 0) if self.policy == "auto" else self.policy
         assert isinstance(budget, int)
         if total + tables <= budget:
