@@ -57,7 +57,7 @@ class Description:
     state (requires_grad=False), which have no row; ``settings`` are each
     group's hyperparameters; ``notes`` say what is not as one would wish. ``residency`` is a paged
     optimizer's policy, None for any other; ``staging_bytes`` are on the device beside the state, while
-    there is state in host memory.
+    there is state in host memory; ``offloaded`` is true from `offload` to `reload`.
     """
 
     optimizer: str
@@ -69,6 +69,7 @@ class Description:
     notes: list[str]
     residency: str | int | None = None
     staging_bytes: int = 0
+    offloaded: bool = False
 
     @property
     def host_bytes(self) -> int:
@@ -116,6 +117,7 @@ class Description:
             "residency": self.residency,
             "host_bytes": self.host_bytes,
             "staging_bytes": self.staging_bytes,
+            "offloaded": self.offloaded,
             "notes": list(self.notes),
             "state_bytes": self.state_bytes,
             "total_state_bytes": self.total_state_bytes,
@@ -139,8 +141,9 @@ class Description:
     def _residency_lines(self) -> Iterator[str]:
         if self.residency is not None:
             policy = self.residency if isinstance(self.residency, str) else _size(self.residency)
+            offloaded = ", offloaded" if self.offloaded else ""
             yield (
-                f"residency ({policy}): {_size(self.host_bytes)} in page-locked host memory, "
+                f"residency ({policy}{offloaded}): {_size(self.host_bytes)} in page-locked host memory, "
                 f"{_size(self.state_bytes - self.host_bytes)} with the parameters, "
                 f"{_size(self.staging_bytes)} of staging buffers"
             )
@@ -204,6 +207,7 @@ def describe(optimizer: torch.optim.Optimizer) -> Description:
         notes=notes,
         residency=found.residency,
         staging_bytes=staging,
+        offloaded=paged is not None and paged.offloaded,
     )
 
 

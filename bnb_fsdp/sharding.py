@@ -40,6 +40,19 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
+def is_on_mesh(tensor: Tensor) -> bool:
+    """Whether this rank has a part of ``tensor``: always, unless that is a DTensor on a mesh of other ranks.
+
+    Such a tensor is known here all the same: torch gives it an empty local tensor, of one dimension.
+    """
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def are_on_meta(parameters: Iterable[Tensor]) -> bool:
+    """Whether none of them has memory yet."""
+    return all(local(parameter).device.type == "meta" for parameter in parameters)
+
+
 def could_be_exchanged(parameters: Iterable[Tensor]) -> bool:
     """Whether these may be what a model had before `fully_shard`: plain, in a program of several ranks."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -47,12 +60,17 @@ def could_be_exchanged(parameters: Iterable[Tensor]) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether both are plain, or both DTensors of one mesh and placements, so that their shards pair up."""
+    """Whether both are plain, or both DTensors of one mesh and placements, so that their shards pair up.
+
+    On other ranks than the mesh's there are none to pair: autograd gives gradients other placements there.
+    """
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         return isinstance(a, DTensor) is isinstance(b, DTensor)
     # FSDP2 gives a gradient the very spec object of its parameter: the usual case costs one comparison.
     return a._spec is b._spec or (
-        a.device_mesh == b.device_mesh and a.placements == b.placements and a.shape == b.shape
+        a.device_mesh == b.device_mesh
+        and a.shape == b.shape
+        and (a.placements == b.placements or not is_on_mesh(a))
     )
 
 
@@ -193,12 +211,14 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of this rank's shard as one box of the global tensor.
+    """(shape, offset) of this rank's shard as one box of the global tensor, an empty one if it is not on the mesh.
 
     Raises ValueError if the shard is none: a _StridedShard's rows need not lie together.
     """
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim()
+    if not is_on_mesh(tensor):
+        return (0,) * tensor.dim(), (0,) * tensor.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -235,13 +255,14 @@ def sums_over_shards(
     It takes a float32 tensor of (parameters, k) for each bucket, 0 where there is nothing to add, and returns the same
     for whole tensors: bit-equal on all ranks, copies counted once. Each mesh is one all-reduce (of float64, so that the
     order hardly matters) over the whole mesh or its one dimension with shards; several, one a dimension, only if
-    several have shards and the mesh is not all of the default process group. Every rank of the mesh has to call it.
+    several have shards and the mesh is not all of the default process group. Every rank of the mesh has to call it;
+    on other ranks the sums of its parameters stay what they are.
     """
     found = [
         (positions[bucket][row], bucket, row, parameter)
         for bucket, members in enumerate(parameters)
         for row, parameter in enumerate(members)
-        if isinstance(parameter, DTensor)
+        if isinstance(parameter, DTensor) and is_on_mesh(parameter)
     ]
     by_mesh: dict[Any, list[tuple[int, int, DTensor]]] = {}
     for _, bucket, row, parameter in sorted(found, key=lambda entry: entry[0]):
@@ -298,6 +319,37 @@ def _reduction(mesh: Any, members: list[tuple[int, int, DTensor]], sizes: Sequen
     return _Reduction(mesh.device_type, groups, buckets, rows, weights)
 
 
+def any_rank(parameters: Iterable[Tensor], flags: Tensor) -> Tensor:
+    """``flags`` (float32, ``(n,)``, 0 or 1, on the CPU), 1 where they are on any rank that has to decide alike.
+
+    Those are all ranks that share a mesh with this one, or with one that does, and so on. Every rank of the meshes has
+    to call it.
+    """
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor) and is_on_mesh(p))
+    shared = [mesh for mesh in meshes if mesh.size() > 1]
+    if not shared:
+        return flags
+    whole = [mesh for mesh in shared if mesh.size() == dist.get_world_size()]
+    if whole:  # one mesh of all ranks tells all
+        return _spread(whole[:1], flags)
+    # The last number: whether any of the mesh's ranks is on another mesh too, which may lead to yet others.
+    joined = _spread(shared, torch.cat([flags, torch.tensor([float(len(shared) > 1)])]))
+    if joined[-1]:
+        for _ in range(dist.get_world_size()):  # no way from mesh to mesh is longer
+            joined = _spread(shared, joined)
+    return joined[:-1]
+
+
+def _spread(meshes: Iterable[Any], flags: Tensor) -> Tensor:
+    """``flags``, as large as on any rank of the meshes, one mesh after the other; may change them in place."""
+    for mesh in meshes:
+        flags = flags.to(mesh.device_type)
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return flags.cpu()
+
+
 def like(
     parameter: Tensor, shard: Tensor, shape: Sequence[int], dims: Sequence[int | None] | None = None
 ) -> Tensor:
@@ -327,6 +379,13 @@ def like(
     return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def nothing_of(
+    parameter: Tensor, shape: Sequence[int], dims: Sequence[int | None] | None, dtype: torch.dtype
+) -> Tensor:
+    """What `like` gives on a rank that is not on the parameter's mesh, where torch has empty local tensors."""
+    return like(parameter, local(parameter).detach().new_empty(0, dtype=dtype), shape, dims)
+
+
 def part(parameter: Tensor, value: Tensor, dims: Sequence[int | None] | None = None) -> Tensor:
     """This rank's part of ``value``, a tensor like ``parameter`` or one whose dimensions `like` moved to ``dims``.
 
@@ -335,6 +394,8 @@ def part(parameter: Tensor, value: Tensor, dims: Sequence[int | None] | None = N
     """
     if not isinstance(parameter, DTensor):
         return value
+    if not is_on_mesh(parameter):
+        return value.new_empty(0) if not isinstance(value, DTensor) else local(value)
     spec = parameter._spec
     placements = tuple(
         placement if dims is None else _moved(placement, dims) for placement in spec.placements

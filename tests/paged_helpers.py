@@ -188,8 +188,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(residency, "_locker", lambda _: Locker(device.lock, device.unlock))
     monkeypatch.setattr(residency, "_new_pipeline", device.new_pipeline)
     monkeypatch.setattr(residency, "ASK_SECONDS", 0.0)
-    monkeypatch.setattr(residency, "_speed", lambda _: Speed())
-    monkeypatch.setattr(residency, "ASK_SECONDS", 0.0, raising=False)
+    monkeypatch.setattr(residency, "_measured", lambda _: Speed())
     monkeypatch.setattr(residency, "_free_memory", lambda _: (device.free, device.total))
     return device
 

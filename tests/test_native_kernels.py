@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -271,10 +272,25 @@ def test_failure_raises_with_operation_dtype_and_message_and_changes_nothing() -
     assert all(float(slot.step) == 0 for slot in mine)
 
 
+def cores(monkeypatch: pytest.MonkeyPatch, own: range, launcher: range | type[OSError], machine: int) -> None:
+    """Let this process, its parent and the machine have these; an exception: that cannot be found out."""
+
+    def affinity(process: int) -> set[int]:
+        if process == 0:
+            return set(own)
+        assert process == os.getppid()
+        if isinstance(launcher, range):
+            return set(launcher)
+        raise launcher
+
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(cpu, "_launcher", lambda process: process)
+
+
 def test_thread_budget_is_torchs_threads_within_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cpu.THREADS_VARIABLE, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    cores(monkeypatch, range(16), range(16), 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert cpu.thread_budget() == 12
@@ -283,7 +299,7 @@ def test_thread_budget_is_torchs_threads_within_this_ranks_share(monkeypatch: py
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert cpu.thread_budget() == 1
     # A launcher that binds each of 8 ranks to 2 cores of 16 has divided them already.
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
+    cores(monkeypatch, range(4, 6), range(16), 16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert cpu.thread_budget() == 2
     monkeypatch.setenv(cpu.THREADS_VARIABLE, "7")
@@ -291,6 +307,71 @@ def test_thread_budget_is_torchs_threads_within_this_ranks_share(monkeypatch: py
     monkeypatch.setenv(cpu.THREADS_VARIABLE, "many")
     with pytest.raises(ValueError, match="BNB_FSDP_NUM_THREADS='many' must be a positive integer"):
         cpu.thread_budget()
+
+
+@pytest.mark.parametrize(
+    ("own", "launcher", "machine", "ranks", "budget"),
+    [
+        pytest.param(range(64), range(64), 128, "8", 8, id="8 ranks share a cpuset"),
+        pytest.param(range(2), range(2), 128, "8", 1, id="more ranks than cores in the cpuset"),
+        pytest.param(range(8, 16), range(64), 128, "8", 8, id="ranks bound to parts of a cpuset"),
+        pytest.param(range(64), range(128), 128, "8", 16, id="four ranks bound to each of two NUMA nodes"),
+        pytest.param(range(64, 72), range(1), 128, "8", 8, id="bound elsewhere than the launcher"),
+        pytest.param(range(64), PermissionError, 128, "8", 16, id="the launcher is hidden"),
+        pytest.param(range(8), ProcessLookupError, 64, "8", 8, id="the launcher has ended"),
+        pytest.param(range(64), range(64), 128, None, 48, id="number of ranks unknown"),
+        pytest.param(range(64), range(64), 128, "eight", 48, id="number of ranks not a number"),
+    ],
+)
+def test_ranks_divide_the_cores_of_their_launcher(
+    monkeypatch: pytest.MonkeyPatch, own: range, launcher: Any, machine: int, ranks: str | None, budget: int
+) -> None:
+    monkeypatch.delenv(cpu.THREADS_VARIABLE, raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 48)
+    cores(monkeypatch, own, launcher, machine)
+    assert cpu.thread_budget() == budget
+    monkeypatch.setenv(cpu.THREADS_VARIABLE, "1000")
+    assert cpu.thread_budget() == 1000
+
+
+def test_thread_budget_where_the_system_does_not_bind_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.THREADS_VARIABLE, raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # such as macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 48)
+    for ranks, budget in (("1", 12), ("4", 3), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert cpu.thread_budget() == budget
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
+def test_the_launcher_is_no_wrapper_around_one_rank() -> None:
+    """``torchrun --no-python numactl.sh``: the shell is bound as the rank is, and has its environment."""
+    rank = "import os; from bnb_fsdp.backends import cpu; print(cpu._launcher(os.getppid()))"
+    wrapper = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], check=True)"
+    environment = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
+    # This process stands for the launcher's child where it is a rank itself: one that is none is started first.
+    start = f"""
+import os, subprocess, sys
+for code in ({rank!r}, {wrapper!r}):
+    environment = {{**os.environ, "LOCAL_RANK": "0"}}
+    print(os.getpid(), flush=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", start],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    one, two, three, four = result.stdout.split()
+    assert one == two == three == four
+    assert cpu._launcher(0) == 0 and cpu._launcher(2**22 + 1) == 2**22 + 1  # no such process
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import bnb_fsdp
 from bnb_fsdp.residency import residency
@@ -252,3 +259,41 @@ def test_capturable_may_be_changed_and_stays_this_runs_choice() -> None:
     assert optimizer._plan is not plan
     with pytest.raises(ValueError, match="capturable='yes'; choose True or False"):
         bnb_fsdp.AdamW8bit([parameter], capturable="yes")
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "fully_shard"])
+def test_an_optimizer_left_with_meta_parameters_says_so(is_sharded: bool, mesh: Any) -> None:
+    """``load_state_dict(assign=True)`` exchanges them: steps would go on in silence, and do nothing."""
+    with torch.device("meta"):
+        model = nn.Linear(64, 128)
+    if is_sharded:
+        fully_shard(model, mesh=mesh)
+    optimizer = bnb_fsdp.AdamW8bit(model.named_parameters(), backend="torch")
+    weights = nn.Linear(64, 128).state_dict()
+    if is_sharded:
+        weights = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in weights.items()}
+    model.load_state_dict(weights, assign=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    said = r"AdamW8bit\.step\(\): none of the 2 parameters has a gradient, and all are on the meta device.*assign=True"
+    with pytest.warns(UserWarning, match=said):
+        optimizer.step()
+
+
+def test_other_steps_without_gradients_say_nothing() -> None:
+    meta, real = nn.Parameter(torch.empty(5000, device="meta")), nn.Parameter(torch.ones(5000))
+    real.grad = torch.ones(5000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bnb_fsdp.AdamW8bit([nn.Parameter(torch.ones(5000))], backend="torch").step()
+        bnb_fsdp.AdamW8bit([meta, real], backend="torch").step()
+        bnb_fsdp.AdamW8bit([meta, nn.Parameter(torch.ones(5000))], backend="torch").step()
+        meta.grad = torch.empty_like(meta)
+        bnb_fsdp.AdamW8bit([meta], backend="torch").step()

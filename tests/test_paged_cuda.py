@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import random
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -114,7 +115,26 @@ def test_twenty_steps_in_many_chunks(name: str, small_chunks: None) -> None:
 
 
 class CudaProgram(Program):
+    """Half of the steps on one of two side streams."""
+
     new_pair = CudaPair
+
+    def __init__(self, seed: int, device: Device) -> None:
+        super().__init__(seed, device)
+        self.streams = [None, None, torch.cuda.Stream(), torch.cuda.Stream()]
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        side = self.random.choice(self.streams)
+        if side is None:
+            yield
+            return
+        self.done.append("on a side stream")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES // 20)
+            yield
+        torch.cuda.current_stream().wait_stream(side)
 
     def placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.detach().to("cuda") for t in tensors]
@@ -129,6 +149,7 @@ def test_random_programs(seed: int, small_chunks: None) -> None:
         program.run(8)
     except Exception as error:
         raise AssertionError(f"{program.name}{program.bits}bit: {', '.join(program.done)}") from error
+    assert "on a side stream" in program.done
 
 
 def test_a_learning_rate_on_the_device() -> None:
@@ -520,9 +541,38 @@ def test_auto_takes_the_device_and_gives_it_back(warm: torch.device) -> None:
     pair.steps(2, 5).compare()
 
 
-def test_refused_host_memory_leaves_the_optimizer_usable(
-    warm: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("where", ("device", "auto"))
+def test_a_full_device_leaves_the_optimizer_as_it_was(where: str, warm: torch.device) -> None:
+    """As when another program has not let go of its memory yet."""
+    pair = CudaPair("AdamW", 32, large(6, 2 << 20), where, residency_reserve=0 if where == "auto" else None)
+    pair.steps(2)
+    assert not any(pair.on_host())
+    pair.paged.offload()
+    pair.gradients(2)
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 70 * MIB) / total)
+    try:
+        if where == "device":
+            with pytest.raises(torch.OutOfMemoryError):
+                pair.paged.reload()
+        else:  # does with what there is
+            pair.paged.reload()
+        assert 0 < sum(pair.on_host()) < 6
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert pair.paged.residency == where
+    pair.step()
+    pair.compare()
+    assert all(pair.on_host()) or where == "auto"  # offloaded still
+    pair.paged.residency = "device"
+    pair.steps(1, 3).compare()
+    assert not any(pair.on_host())
+
+
+def test_refused_host_memory_leaves_the_optimizer_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    residency._measured.cache_clear()  # what it is measured with is refused, too
+
     def refuse(device: torch.device, address: int, size: int) -> None:
         raise RuntimeError("refused by the test")
 

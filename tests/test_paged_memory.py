@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -16,7 +19,7 @@ from test_paged import MIB, Pair, every_kind
 from torch import Tensor, nn
 
 import bnb_fsdp
-from bnb_fsdp.residency import HostMemoryError, memory
+from bnb_fsdp.residency import HostMemoryError, memory, residency
 from bnb_fsdp.residency.memory import ALIGNMENT, ARENA_BYTES, Arena, Locker, aligned, arenas
 
 LOCKER = Locker(lambda address, size: None, lambda address: None)
@@ -161,17 +164,192 @@ def test_refused_memory_while_loading_keeps_what_was_loaded(device: Device) -> N
     fresh.steps(2, 2).compare()
 
 
-def test_auto_that_cannot_give_back_says_so_and_stays_as_it_was(device: Device) -> None:
-    device.free = 8 << 30
+def test_auto_that_cannot_give_back_says_so_and_goes_on(device: Device) -> None:
     pair = Pair("AdamW", 8, [normal(1024, 1024) for _ in range(4)], "auto").steps(2)
     assert not any(pair.on_host())
     device.free, device.refuse_from = 0, 0
     pair.gradients(2)
-    with pytest.raises(HostMemoryError):
-        pair.paged.step()
+    with pytest.warns(
+        UserWarning, match=r"cannot leave it: .* could not be page-locked.* It stays there"
+    ) as said:
+        pair.step()
+    assert len(said) == 1
+    pair.steps(3, 3).compare()  # said once
+    assert not any(pair.on_host()) and device.locked_bytes == 0
+    device.refuse_from = None
+    pair.paged.residency = "auto"  # asks afresh
+    pair.steps(3, 6).compare()
+    assert all(pair.on_host())
+
+
+def test_refused_memory_does_not_change_what_auto_had_decided(device: Device) -> None:
+    """Refused when the user asked for the host: "auto" goes on as it was."""
+    device.free = (1 << 30) + 40 * MIB
+    pair = Pair("AdamW", 32, [normal(1024, 1024) for _ in range(6)], "auto").steps(2)
+    before = pair.on_host()
+    assert 0 < sum(before) < 6
+    device.refuse_from = device.locked_bytes
+    device.free = 8 << 30  # whoever decided afresh would take it
+    for _ in range(2):
+        for ask in (pair.paged.offload, lambda: setattr(pair.paged, "residency", "host")):
+            with pytest.raises(HostMemoryError):
+                ask()
+            assert pair.paged.residency == "auto"
+            pair.steps(2, 2).compare()
+            assert pair.on_host() == before
+
+
+def test_state_made_for_a_checkpoint_that_is_refused_leaves_no_memory_locked(device: Device) -> None:
+    pair = Pair("AdamW", 32, [normal(3000, 1000) for _ in range(6)], "host")
+    device.refuse_from = 100 * MIB
+    for _ in range(2):
+        with pytest.raises(HostMemoryError):
+            bool(pair.paged.state)  # as torch.distributed.checkpoint asks
+        gc.collect()
+        assert device.locked_bytes == 0
+    device.refuse_from = None
+    assert pair.paged.state and pair.plain.state
+    pair.steps(2).compare()
+
+
+class FullDevice:
+    """The device's memory runs out at one of the allocations that move state there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        real = torch.empty_like
+
+        def empty_like(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is not None and self.left is not None:
+                if self.left == 0:
+                    raise torch.OutOfMemoryError("out of memory (simulated)")
+                self.left -= 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+
+
+@pytest.mark.parametrize("bits", (8, 32))
+@pytest.mark.parametrize("how", ("reload", "setter", "budget"))
+def test_a_full_device_leaves_the_optimizer_as_it_was(
+    how: str, bits: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = FullDevice(monkeypatch)
+    start = [normal(300, 700), normal(5000), normal(64, 512)]
+    for count in itertools.count():
+        pair = Pair("AdamW", bits, start, "device" if how == "reload" else "host").steps(2)
+        if how == "reload":
+            pair.paged.offload()
+        policy = pair.paged.residency
+        full.left = count
+
+        def move(pair: Pair = pair) -> None:
+            if how == "reload":
+                pair.paged.reload()
+            else:
+                pair.paged.residency = "device" if how == "setter" else 1 << 40
+
+        try:
+            move()
+        except torch.OutOfMemoryError:
+            pass
+        else:
+            break
+        finally:
+            full.left = None
+        assert pair.paged.residency == policy
+        moved = count // (2 if bits == 32 else 4)  # tensors of a parameter
+        assert pair.on_host() == [False] * moved + [True] * (3 - moved)
+        inside = [
+            any(a <= pair.paged.state[own][key].data_ptr() < a + s for a, s in device.locked.items())
+            for own, _ in pair.parameters() for key in ("state1", "state2")
+        ]  # fmt: skip
+        assert inside == [flag for flag in pair.on_host() for _ in range(2)], "a parameter in both places"
+        pair.compare()
+        if count % 2:
+            pair.steps(1, 2).compare()
+            assert all(pair.on_host())
+        move()
+        assert not any(pair.on_host()) and device.locked_bytes == 0
+        pair.steps(1, 3).compare()
+    assert count == 3 * (2 if bits == 32 else 4) and not any(pair.on_host())
+
+
+def test_auto_keeps_on_the_host_what_the_device_has_no_room_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = FullDevice(monkeypatch)
+    pair = Pair("AdamW", 8, [normal(1024, 1024) for _ in range(40)], "auto").steps(1)
+    full.left = 101
+    pair.steps(1, 1)
+    hosted = sum(pair.on_host())
+    assert 15 <= hosted < 40  # 25 fitted, less what staging buffers take
+    pair.steps(2, 2).compare()
+    assert sum(pair.on_host()) == hosted
+
+
+def test_staging_buffers_that_cannot_be_had_are_asked_for_again(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair("AdamW", 8, [normal(1024, 512), normal(300)], "host").steps(1)
     pair.paged.residency = "device"
+    pair.paged.residency = "host"
+    [pipeline] = device.pipelines
+    real = pipeline.resize
+
+    def resize(chunk_bytes: int) -> None:
+        if chunk_bytes:
+            raise torch.OutOfMemoryError("out of memory (simulated)")
+        real(0)
+
+    monkeypatch.setattr(pipeline, "resize", resize)
+    pair.gradients(1)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.paged.step()
+    monkeypatch.setattr(pipeline, "resize", real)
     pair.step()
-    pair.steps(1, 3).compare()
+    pair.steps(1, 2).compare()
+
+
+def test_a_first_step_that_is_refused_leaves_no_memory_locked(device: Device) -> None:
+    pair = Pair("AdamW", 8, [normal(1024, 512), normal(300)], "host")
+    for _ in range(2):
+        pair.gradients(0)
+        own = pair.parameters()[1][0]
+        own.grad = own.grad.to_sparse()
+        with pytest.raises(ValueError, match="sparse"):
+            pair.paged.step()
+        del own
+        gc.collect()
+        assert device.locked_bytes == 0 and not any(map(len, dict.values(pair.paged.state)))
+    pair.steps(2).compare()
+    assert device.locked_bytes == needed(pair.paged) == device.most_locked
+
+
+def test_speed_is_taken_for_granted_where_it_cannot_be_measured(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory for measuring is more than small state needs."""
+
+    def refuse(_: torch.device) -> Any:
+        Arena(residency.MEASURED_BYTES, Locker(device.lock, device.unlock))
+
+    device.refuse_from = residency.MEASURED_BYTES - 1
+    monkeypatch.setattr(residency, "_measured", refuse)
+    pair = Pair("AdamW", 8, every_kind(), "host").steps(2)
+    pair.compare()
+    assert any(pair.on_host())
+
+
+def test_the_end_of_the_process_waits_for_no_device() -> None:
+    """It may wait for a rank that is gone."""
+    program = """
+from bnb_fsdp.residency.memory import Arena, Locker
+arena = Arena(4096, Locker(lambda address, size: print("locked"), lambda address: print("waited")))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["locked"]), ran.stderr
 
 
 def test_arenas_are_bounded(device: Device) -> None:

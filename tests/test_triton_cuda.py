@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 pytest.register_assert_rewrite("triton_cases")
-pytest.importorskip("triton", reason="needs triton: pip install 'bnb_fsdp[triton]' (Linux)")
+pytest.importorskip("triton", reason="needs triton: pip install triton (Linux)")
 
 import triton_cases as cases  # noqa: E402
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 
+from ..callers import warn_caller
 from .base import Backend, Bucket, BucketKey, Slot
 from .torch_backend import TorchBackend
 
-__all__ = ["NAMES", "Backend", "Bucket", "BucketKey", "Slot", "check_name", "forked", "select"]
+__all__ = ["NAMES", "Backend", "Bucket", "BucketKey", "Slot", "check_name", "forked", "say_again", "select"]
 
 NAMES = ("auto", "cpu", "cuda", "torch", "triton")
 ENVIRONMENT_VARIABLE = "BNB_FSDP_BACKEND"
@@ -39,7 +39,12 @@ def check_name(name: str | None) -> str:
 def _warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warn_caller(message, RuntimeWarning)
+
+
+def say_again() -> None:
+    """Let the warnings of `select` come once more, for those who collect them."""
+    _said.clear()
 
 
 def select(device: torch.device, requested: str) -> Backend:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,21 +24,56 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 def thread_budget() -> int:
     """Threads one step may use: ``$BNB_FSDP_NUM_THREADS`` if set, else torch's number of threads, and no more
-    than this rank's share of the cores it may run on (``$LOCAL_WORLD_SIZE`` ranks share them).
+    than this rank's share of the cores.
 
-    Raises ValueError if the variable is not a positive integer.
+    The share: the cores this process may run on, and no more than ``1 / $LOCAL_WORLD_SIZE`` of those that its launcher
+    may (of the machine's, if this process may run where the launcher may not, or the system does not tell). So ranks
+    that a launcher binds to cores of their own use these, others divide what they share, such as the cpuset of a
+    container or of a Slurm job. Without ``$LOCAL_WORLD_SIZE``, which torchrun and accelerate set, nothing tells how
+    many ranks there are, and each has torch's number.
+
+    ``$BNB_FSDP_NUM_THREADS`` is taken as it is, however many cores there are. Raises ValueError if it is not a positive
+    integer.
     """
     given = os.environ.get(THREADS_VARIABLE)
     if given:
         if not given.isdecimal() or int(given) < 1:
             raise ValueError(f"{THREADS_VARIABLE}={given!r} must be a positive integer.")
         return int(given)
-    share = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    own = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
+    share = len(own)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    # A launcher that binds ranks to cores has divided them already. (Counting all cores reads a file: 6 microseconds.)
-    if ranks.isdecimal() and int(ranks) > 1 and share == (os.cpu_count() or 1):
-        share //= int(ranks)
+    if ranks.isdecimal() and int(ranks) > 1:
+        share = min(share, (_launchers_cores(own) if has_affinity else share) // int(ranks))
     return max(1, min(torch.get_num_threads(), share))
+
+
+def _launchers_cores(own: set[int]) -> int:
+    """Number of the cores that were there to divide, given those this process may run on."""
+    try:
+        cores = os.sched_getaffinity(_launcher(os.getppid()))
+    except OSError:  # it has ended, or is hidden
+        cores = set()
+    # A process that runs elsewhere than its launcher did not get its cores from it.
+    return len(cores) if cores >= own else max(len(own), os.cpu_count() or 1)
+
+
+@functools.lru_cache(maxsize=1)
+def _launcher(process: int) -> int:
+    """The process that started the ranks: ``process``, this one's parent, or an ancestor of it if that is a shell or a
+    ``numactl`` around one rank alone, which has LOCAL_RANK in its environment as the rank has."""
+    try:
+        while process > 0:
+            folder = Path(f"/proc/{process}")
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            if not any(entry.startswith(b"LOCAL_RANK=") for entry in environment):
+                break
+            # Behind the name, which may hold anything: the state, then the parent.
+            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        pass  # not to be read: taken for it
+    return process
 
 
 def _library() -> native.NativeLibrary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -74,6 +75,11 @@ def unlock(device: torch.device, address: int) -> None:
     _checked("unregister")(index_of(device), address)
 
 
+def _unless_forked(process: int, function: Callable[..., Any], *arguments: Any) -> None:
+    if os.getpid() == process:  # a fork has no device
+        function(*arguments)
+
+
 class Bandwidth(NamedTuple):
     """Measured: bytes a second to the device alone and of both directions together; seconds that any chunk takes, and
     that one more copy each way adds to it."""
@@ -97,7 +103,8 @@ class CudaPipeline:
         _checked("pipeline_create")(self._index, buffers, ctypes.byref(handle))
         self._handle = handle.value
         destroy = library().native.function("bnb_fsdp_cuda_pipeline_destroy", None, _POINTER)
-        weakref.finalize(self, destroy, self._handle)
+        # Not at the end of the process: it would wait for a device that may wait for another rank.
+        weakref.finalize(self, _unless_forked, os.getpid(), destroy, self._handle).atexit = False
         self._next = 0
         self._pending = False
 
@@ -106,14 +113,14 @@ class CudaPipeline:
         if chunk_bytes == self.chunk_bytes:
             return
         self.wait()
-        self.buffers = []
-        self.chunk_bytes = chunk_bytes
+        self.buffers, self.chunk_bytes = [], 0
         if chunk_bytes:
-            self.buffers = [
+            buffers = [
                 torch.empty(chunk_bytes, dtype=torch.uint8, device=self.device) for _ in range(self._count)
             ]
             # The allocator may hand out memory that work queued on the current stream still uses.
             self._follow()
+            self.buffers, self.chunk_bytes = buffers, chunk_bytes
 
     def _follow(self) -> None:
         _checked("pipeline_follow")(self._handle, raw_stream(self._index))

@@ -62,10 +62,10 @@ class NativeLibrary:
             self._library.bnb_fsdp_abi_version.restype = ctypes.c_int
             version = self._library.bnb_fsdp_abi_version()
         except (OSError, AttributeError) as error:
-            raise LibraryError(f"{path} cannot be loaded: {error}. Reinstall bnb_fsdp.") from error
+            raise LibraryError(f"{path} cannot be loaded: {error}. {_remedy(path)}.") from error
         if version != ABI_VERSION:
             raise LibraryError(
-                f"{path} has interface version {version}, this package needs {ABI_VERSION}. Reinstall bnb_fsdp."
+                f"{path} has interface version {version}, this package needs {ABI_VERSION}. {_remedy(path)}."
             )
         self._last_error = self.function("bnb_fsdp_last_error", ctypes.c_char_p)
 
@@ -104,16 +104,32 @@ def _directories() -> list[Path]:
     return [package / "lib", *(Path(site) / package.name / "lib" for site in sorted(sites))]
 
 
+def _remedy(path: Path) -> str:
+    """What gives the library ``path``."""
+    if path.name == "libbnb_fsdp_cuda.so":
+        # 12.1: see csrc/cuda/CMakeLists.txt.
+        return (
+            "To build it, put nvcc (CUDA 12.1 or newer) on PATH and run, in bnb_fsdp's source folder, "
+            "`SKBUILD_CMAKE_DEFINE=BNB_FSDP_CUDA=ON pip install --force-reinstall --no-deps .`"
+        )
+    return "Reinstall bnb_fsdp with a C++ compiler (GCC or Clang) at hand"
+
+
+def find(name: str) -> Path | None:
+    """Where the library ``libbnb_fsdp_<name>.so`` lies, None if nowhere."""
+    paths = (directory / f"libbnb_fsdp_{name}.so" for directory in _directories())
+    return next((path for path in paths if path.is_file()), None)
+
+
 @cache
 def load(name: str) -> NativeLibrary:
     """The library ``libbnb_fsdp_<name>.so``; LibraryError with the places searched and the remedy if missing."""
-    directories = _directories()
-    for directory in directories:
-        path = directory / f"libbnb_fsdp_{name}.so"
-        if path.is_file():
-            return NativeLibrary(path)
-    places = ", ".join(str(directory) for directory in dict.fromkeys(directories))
+    path = find(name)
+    if path is not None:
+        return NativeLibrary(path)
+    places = ", ".join(str(directory) for directory in dict.fromkeys(_directories()))
+    missing = Path(f"libbnb_fsdp_{name}.so")
     raise LibraryError(
-        f"the native library libbnb_fsdp_{name}.so is missing (searched {places}). "
-        f"Reinstall bnb_fsdp with a C++ compiler at hand, or set {DIRECTORY_VARIABLE} to its directory."
+        f"the native library {missing} is missing (searched {places}). {_remedy(missing)}, or set "
+        f"{DIRECTORY_VARIABLE} to its directory."
     )

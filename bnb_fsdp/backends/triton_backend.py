@@ -55,7 +55,7 @@ def kernels() -> ModuleType:
         return importlib.import_module(".triton_kernels", __package__)
     except ImportError as error:
         raise RuntimeError(
-            f"Triton cannot be imported ({error}); install it with pip install 'bnb_fsdp[triton]' (Linux)."
+            f"Triton cannot be imported ({error}); install it with pip install triton (Linux)."
         ) from error
 
 

@@ -11,6 +11,9 @@ and 32-bit: ``{"step": ..., "state1": {"adam_32bit": float32}, "state2": ...}``.
 are DTensors on the parameter's mesh, so that torch.distributed.checkpoint saves, gathers and reshards them; codes
 and float32 states share the optimizer's memory. See `layout` for the scales. Names tell algorithm, bits and block size,
 since torch.distributed.checkpoint compares neither dtypes nor meaning before it writes into an optimizer's memory.
+
+A rank that is not on a parameter's mesh has the same keys with empty local tensors, ``step`` among them: it does not
+know the count, and of DTensors torch.distributed.checkpoint saves and loads nothing there.
 """
 
 from __future__ import annotations
@@ -199,19 +202,10 @@ def drop_orphans(optimizer: BlockwiseOptimizer) -> None:
 def layout_for(parameter: Tensor, name: str) -> Layout:
     """Layout of the 8-bit state of ``parameter``. Raises ValueError where its shards are no boxes in memory order."""
     order = sharding.memory_order(parameter)
-    shard = sharding.local(parameter)
-    wanted = [0] * shard.dim()
-    stride = 1
-    for dim in reversed(order):
-        wanted[dim] = stride
-        stride *= max(shard.shape[dim], 1)
     try:
         sharding.local_box(parameter)
-        if not sharding.same_order(shard, shard.shape, tuple(wanted)) and shard.numel():
-            raise ValueError(
-                f"the local shard has strides {shard.stride()}, which is not the memory order of the global tensor "
-                f"(strides {parameter.stride()}); make the parameter contiguous before it is sharded."
-            )
+        if sharding.is_on_mesh(parameter):
+            _check_order(parameter, order)
     except ValueError as error:
         raise ValueError(f"{name}: its 8-bit state cannot be saved: {error}") from None
     layout = layout_of(parameter.shape, order, sharding.cuts(parameter))
@@ -223,6 +217,21 @@ def layout_for(parameter: Tensor, name: str) -> Layout:
     return layout
 
 
+def _check_order(parameter: Tensor, order: Sequence[int]) -> None:
+    """Raise ValueError if the local shard's dimensions are not in this ``order`` in memory, the global tensor's."""
+    shard = sharding.local(parameter)
+    wanted = [0] * shard.dim()
+    stride = 1
+    for dim in reversed(order):
+        wanted[dim] = stride
+        stride *= max(shard.shape[dim], 1)
+    if not sharding.same_order(shard, shard.shape, tuple(wanted)) and shard.numel():
+        raise ValueError(
+            f"the local shard has strides {shard.stride()}, which is not the memory order of the global tensor "
+            f"(strides {parameter.stride()}); make the parameter contiguous before it is sharded."
+        )
+
+
 def exported(
     optimizer: BlockwiseOptimizer, parameter: Tensor, name: str, values: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -231,6 +240,9 @@ def exported(
     shard = sharding.local(parameter).detach()
     state.check_shapes(name, shard, dict(values), rule, hosted=optimizer._residency is not None)
     result: dict[str, Any] = {"step": values["step"]}
+    if not sharding.is_on_mesh(parameter):
+        whole = [None] * parameter.dim()  # the same on every rank of the mesh
+        result["step"] = sharding.nothing_of(parameter, (), whole, torch.float32)
     if state.bits_of(dict(values)) == 32:
         for key in rule.states:
             result[key] = {float_name(rule): sharding.like(parameter, values[key], parameter.shape)}
@@ -248,6 +260,15 @@ def exported_scales(
 ) -> dict[str, dict[str, Tensor]]:
     """The ``absmax`` entries of a state dict, given the scales of the shard's blocks by state."""
     result = {}
+    if not sharding.is_on_mesh(parameter):
+        wanted = expected(rule, 8, tuple(parameter.shape), layout)
+        dims = None if layout.grid else _dims(layout, parameter)
+        for key in map(state.absmax_key, rule.states):
+            result[key] = {
+                name: sharding.nothing_of(parameter, entry.shape, dims, entry.dtype)
+                for name, entry in wanted[key].items()
+            }
+        return result
     for key in rule.states:
         scales = _scales(layout, shard, absmax[key])
         result[state.absmax_key(key)] = {layout.name: _placed(parameter, layout, scales, layout.scales_shape)}
@@ -322,13 +343,17 @@ def load(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> None:
         if key not in owners:
             raise ValueError(f"the state dict has state for an unknown parameter {key!r}.")
         name, parameter, (index, position) = owners[key]
-        if values:
+        if values and sharding.is_on_mesh(parameter):
             bits = state.decide(parameter, saved_groups[index], position).bits
             check = foreign.checked if isinstance(values, foreign.Entry) else _checked
             entry = check(optimizer, parameter, name, bits, values)
             if entry is not None:
                 found[parameter] = entry
-    absent = [name for name, p, _ in named(optimizer) if p not in found and p.requires_grad]
+    absent = [
+        name
+        for name, p, _ in named(optimizer)
+        if p not in found and p.requires_grad and sharding.is_on_mesh(p)
+    ]
     if found and absent and not _quiet and any(map(sharding.is_sharded, found)):
         # Plain parameters without a gradient have no state; sharded ones always have.
         logger.warning(

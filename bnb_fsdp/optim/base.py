@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from .. import arithmetic as f32
 from .. import backends, sharding, state
+from ..callers import warn_caller
 from ..checkpoint import state_dict as checkpoint
 from ..groups import check_group_overrides, check_minimum, check_overrides, parameter_name, resolve_overrides
 from ..residency import Policy, Residency
@@ -248,19 +248,16 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """Whether this step is how tools that save checkpoints make an optimizer allocate its state.
 
         torchtitan's do ``step(closure=None)`` with learning rates of 0 and zero gradients for parameters without state,
-        and expect that nothing is counted. Ranks decide alike, by an all-reduce for each mesh.
+        and expect that nothing is counted. Ranks decide alike, by an all-reduce or more for each mesh: what one of them
+        has to take for real, be it in a plain parameter of its own, is real for all.
         """
         if any(_is_on_cuda(group["lr"]) or float(group["lr"]) != 0 for group in self.param_groups):
             return False
         everything = [p for group in self.param_groups for p in group["params"]]
-        # Of each parameter: whether it has a gradient, and one to be taken for real, be it by its state.
-        found = torch.zeros(len(everything), 2)
-        for row, p in zip(found, everything):
-            if p.grad is not None:
-                row[0] = 1.0
-                row[1] = float(bool(self.state.get(p)) or _is_real(sharding.local(p.grad)))
-        add = sharding.sums_over_shards([everything], [range(len(everything))])
-        graded, real = add([found])[0].any(dim=0).tolist()
+        have = [p for p in everything if p.grad is not None]
+        are_real = any(bool(self.state.get(p)) or _is_real(sharding.local(p.grad)) for p in have)
+        flags = torch.tensor([float(bool(have)), float(are_real)])
+        graded, real = sharding.any_rank(everything, flags).tolist()
         return bool(graded and not real)
 
     @_disable_dynamo  # native calls on addresses: nothing that torch.compile could trace
@@ -281,29 +278,45 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _new_plan(self) -> Plan:
         """A plan that holds this step's gradients; if they are refused, nothing is left of it."""
         self._drop_plan()
-        plan = Plan(self)
+        plan = None
         try:
+            plan = Plan(self)
             if plan.gather(self):
                 self._warn_if_stale(plan)
                 return plan
             raise RuntimeError(
                 "parameters, gradients or state changed during step(); do not share an optimizer between threads."
             )
-        except Exception:
-            plan.discard_fresh_state()
+        except BaseException:
+            if plan is not None:
+                plan.discard_fresh_state()
+            if self._residency is not None:
+                self._residency.forget(self.state)
             raise
 
     def _warn_if_stale(self, plan: Plan) -> None:
-        """Say so if this optimizer seems to have been made before `fully_shard`, which exchanges parameters."""
+        """Say so if this optimizer seems to have been made before something that exchanges parameters."""
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if parameters and not plan.has_gradients() and sharding.could_be_exchanged(parameters):
-            warnings.warn(
-                f"{type(self).__name__}.step(): none of the {len(parameters)} parameters has a gradient, and all are "
-                "plain tensors. fully_shard exchanges a model's parameters: make the optimizer after it (with "
-                "accelerate: let prepare() have both before the first step).",
-                UserWarning,
-                stacklevel=4,
+        if not parameters or plan.has_gradients():
+            return
+        if sharding.are_on_meta(parameters):
+            why = (
+                "on the meta device. load_state_dict(assign=True) exchanges a model's parameters: make the optimizer "
+                "after the weights are loaded, or load them without assign (after fully_shard: first "
+                "model.to_empty(device=...))."
             )
+        elif sharding.could_be_exchanged(parameters):
+            why = (
+                "plain tensors. fully_shard exchanges a model's parameters: make the optimizer after it (with "
+                "accelerate: let prepare() have both before the first step)."
+            )
+        else:
+            return
+        count = f"{len(parameters)} parameters" if len(parameters) > 1 else "1 parameter"
+        warn_caller(
+            f"{type(self).__name__}.step(): none of the {count} has a gradient, and all are {why}",
+            UserWarning,
+        )
 
     def _drop_plan(self) -> None:
         if self._plan is not None:
@@ -363,13 +376,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         streams the state from there. Raises as setting `residency` does.
         """
         residency = self._paged("offload()")
-        residency.offloaded = True
+        residency.set_offloaded(True, self)
         self._place()
         residency.release_staging()
 
     def reload(self) -> None:
         """Bring the state back to where the policy wants it, at once: the opposite of `offload`."""
-        self._paged("reload()").offloaded = False
+        self._paged("reload()").set_offloaded(False, self)
         self._place()
 
     def _place(self) -> None:

@@ -157,6 +157,7 @@ class Plan:
         """Take back the state this plan allocated: for a first step that was refused."""
         for parameter in self._fresh:
             del self._state[parameter]
+        self._fresh = {}
 
     def captured(self) -> list[backends.Bucket]:
         """Buckets that a CUDA graph holds a step of: their tables must live as long as the graph may be replayed."""

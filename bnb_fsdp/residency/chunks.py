@@ -288,7 +288,7 @@ class HostBucket(ByPointers):
         if capturing:
             raise RuntimeError(
                 "step() in a CUDA graph: the state of some parameters is in host memory, which a graph cannot "
-                "capture. Set optimizer.residency = 'device', or use the class without Paged."
+                "capture. Use the class without Paged."
             )
 
     def begin(self) -> None:

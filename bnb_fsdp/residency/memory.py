@@ -58,7 +58,8 @@ class Arena:
             raise HostMemoryError(
                 f"{size:,} bytes of host memory could not be page-locked: {error}"
             ) from error
-        weakref.finalize(self, _unlock, locker.unlock, address, os.getpid())
+        # Not at the end of the process, which unlocks by itself: a device that hangs would be waited for.
+        weakref.finalize(self, _unlock, locker.unlock, address, os.getpid()).atexit = False
         self._end = 0
 
     @property

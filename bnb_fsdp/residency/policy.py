@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 POLICIES = ("auto", "device", "host")
 
@@ -32,6 +32,16 @@ class Speed(Protocol):
     def chunk_seconds(self) -> float: ...
     @property
     def copy_seconds(self) -> float: ...
+
+
+class _Granted(NamedTuple):
+    two_way: float
+    chunk_seconds: float
+    copy_seconds: float
+
+
+GRANTED: Speed = _Granted(two_way=50e9, chunk_seconds=10e-6, copy_seconds=2e-6)
+"""Where it cannot be measured: PCIe 4 with 16 lanes, a guess."""
 
 
 def check_policy(owner: str, policy: Any) -> Policy:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +12,11 @@ from torch import Tensor
 
 from .. import backends, sharding, state
 from ..backends.base import Backend, Bucket, BucketKey, Slot
+from ..callers import warn_caller
 from ..groups import parameter_name
 from ..rules import Rule
 from . import policy as policies
+from .auto import Watch, gives_back
 from .chunks import HostBucket
 from .memory import Arena, HostMemoryError, Locker, aligned, arenas
 
@@ -63,25 +64,54 @@ class Residency:
         self._pipelines: dict[torch.device, CudaPipeline] = {}
         self._budgets: dict[torch.device, int] = {}
         self._steps = 0
+        self._watches: dict[torch.device, Watch] = {}
+        self._shrunk = False
+        self._stuck = False
+        """Whether state that "auto" wanted to move to host memory could not be."""
         self._on_device: set[Tensor] = set()
+        self._overheads: dict[torch.device, int] = {}
+        """Bytes of staging buffers and tables."""
+        self._smallest: dict[torch.device, int] = {}
+        """Bytes that the smallest state in host memory would take on the device."""
         self._asked = 0.0
         self._devices: set[torch.device] = set()
         self._unusable: set[torch.device] = set()
         self._chunk_sizes: dict[torch.device, int] = {}
-        self._placed: tuple[policies.Policy, bool, dict[torch.device, int], int] | None = None
+        self._placed = self._wanted()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"owner": self._owner, "policy": self.policy, "reserve": self.reserve}
+        given = {"owner": self._owner, "policy": self.policy, "reserve": self.reserve}
+        return {"given": given, "offloaded": self.offloaded}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        Residency.__init__(self, **values)
+        Residency.__init__(self, **values["given"])
+        self.offloaded = values["offloaded"]
+        self._placed = self._wanted()
 
     def set_policy(self, policy: policies.Policy) -> None:
         """Take another policy; `place` then moves what has to move. ValueError if there is no such policy."""
         self.policy = policies.check_policy(self._owner, policy)
-        self.offloaded = False
-        self._budgets = {}
+        self.offloaded = self._stuck = False
+        self._budgets, self._watches = {}, {}
         self._steps = 0
+
+    def set_offloaded(self, offloaded: bool, optimizer: BlockwiseOptimizer) -> None:
+        """Whether all state has to be in host memory, whatever the policy; `place` then moves what has to move."""
+        self.offloaded, self._stuck = offloaded, False
+        if offloaded or not self._budgets:
+            return
+        # Others may hold what was free when "auto" decided.
+        torch.cuda.empty_cache()
+        for device, budget in self._budgets.items():
+            free, total = _free_memory(device)
+            held = self._held(optimizer, device)
+            self._budgets[device] = max(
+                0, min(budget, held + free - policies.reserve_of(self.reserve, total))
+            )
+
+    def _wanted(self) -> tuple[policies.Policy, bool, dict[torch.device, int], int]:
+        """What `place` goes by."""
+        return self.policy, self.offloaded, dict(self._budgets), self._steps
 
     # Waiting
 
@@ -96,8 +126,9 @@ class Residency:
         """Where state of ``parameter`` that is being loaded belongs."""
         if not self._can_page(shard):
             return shard.device
-        on_device = self.policy == "device" if parameter not in self._arenas else False
-        return shard.device if on_device or parameter in self._on_device else CPU
+        if self.offloaded or parameter in self._arenas:
+            return CPU
+        return shard.device if self.policy == "device" or parameter in self._on_device else CPU
 
     def is_on_host(self, parameter: Tensor) -> bool:
         """Whether `place` put the state of ``parameter`` into host memory."""
@@ -112,9 +143,44 @@ class Residency:
         """Bring all state where it belongs; returns the zero state that parameters without one get if ``fresh``, those
         of ``also`` even if they are frozen.
 
-        Raises HostMemoryError if host memory is refused: what had been moved so far stays where it is, valid, and the
-        policy is again the one that `place` last followed. ValueError for step counts that are not on the host.
+        Raises HostMemoryError if host memory is refused, torch.OutOfMemoryError if the device's is, ValueError for step
+        counts that are not on the host, RuntimeError in a CUDA graph's capture. What had been moved by then stays where
+        it is, valid, and the policy is again the one that `place` last followed. "auto" goes on without what it cannot
+        have once it has decided, and says so if it could not leave the device.
         """
+        while True:
+            try:
+                return self._place(optimizer, fresh, also)
+            except BaseException as error:
+                self.forget(optimizer.state)
+                if not self._settles(error, optimizer):
+                    self.policy, self.offloaded, budgets, steps = self._placed
+                    self._budgets, self._steps = dict(budgets), max(self._steps, steps)
+                    raise
+
+    def _settles(self, error: BaseException, optimizer: BlockwiseOptimizer) -> bool:
+        """Whether "auto", which has decided already, wants less now that ``error`` has come of what it wanted."""
+        shrunk, self._shrunk = self._shrunk, False
+        if self.policy != "auto" or self.offloaded:
+            return False
+        if isinstance(error, HostMemoryError) and shrunk:
+            self._budgets, self._stuck = dict(self._placed[2]), True
+            warn_caller(
+                f"{self._owner}: less of the device's memory is free than residency='auto' has to leave free "
+                f"(residency_reserve), but state cannot leave it: {error} It stays there.",
+                UserWarning,
+            )
+            return True
+        if isinstance(error, torch.OutOfMemoryError):
+            held = {device: self._held(optimizer, device) for device in self._budgets}
+            less = any(held[device] < budget for device, budget in self._budgets.items())
+            self._budgets = {device: min(held[device], budget) for device, budget in self._budgets.items()}
+            return less
+        return False
+
+    def _place(
+        self, optimizer: BlockwiseOptimizer, fresh: bool, also: Collection[Tensor]
+    ) -> dict[Tensor, dict[str, Tensor]]:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 f"{self._owner}: state cannot be placed while a CUDA graph is captured, and what is in host memory "
@@ -130,14 +196,7 @@ class Residency:
         moving = any(entry.values and not self._stays(entry, in_host) for entry in entries)
         if moving:
             self._synchronize()  # the last update may have been queued on any stream
-        try:
-            self._to_host([entry for entry in entries if entry.parameter in in_host], rule, made)
-        except HostMemoryError:
-            stateful = {entry.parameter for entry in entries if entry.values}
-            self._arenas = {p: arena for p, arena in self._arenas.items() if p in stateful}
-            if self._placed is not None:
-                self.policy, self.offloaded, self._budgets, self._steps = self._placed
-            raise
+        self._to_host([entry for entry in entries if entry.parameter in in_host], rule, made)
         for entry in entries:
             if entry.parameter in in_host:
                 continue
@@ -145,6 +204,8 @@ class Residency:
                 made[entry.parameter] = state.allocate(entry.shard, entry.bits, rule, entry.capturable)
             elif not self._stays(entry, in_host):
                 _move(entry.values, state.keys(rule, entry.bits), entry.shard.device)
+            self._arenas.pop(entry.parameter, None)
+            self._on_device.add(entry.parameter)
         known = {entry.parameter for entry in entries}
         self._arenas = {p: arena for p, arena in self._arenas.items() if p in in_host and p in known}
         self._on_device = known - in_host
@@ -157,8 +218,13 @@ class Residency:
             self._synchronize()  # and the next may be on any other
         if left:
             torch.cuda.empty_cache()  # else what was given back would stay with torch's allocator
-        self._placed = self.policy, self.offloaded, dict(self._budgets), self._steps
+        self._placed, self._shrunk = self._wanted(), False
         return made
+
+    def forget(self, live: Mapping[Tensor, Any]) -> None:
+        """Let go of host memory for parameters that have no state in ``live``, ``optimizer.state``."""
+        self._arenas = {p: arena for p, arena in self._arenas.items() if dict.get(live, p)}  # type: ignore[call-overload]
+        self._on_device = {p for p in self._on_device if dict.get(live, p)}  # type: ignore[call-overload]
 
     def _entries(
         self, optimizer: BlockwiseOptimizer, fresh: bool, also: Collection[Tensor]
@@ -210,9 +276,7 @@ class Residency:
             self._unusable.add(device)
             if f"{self._owner} {device.type}" not in _said:
                 _said.add(f"{self._owner} {device.type}")
-                warnings.warn(
-                    f"{self._owner}: {reason}; it works as the unpaged class.", UserWarning, stacklevel=2
-                )
+                warn_caller(f"{self._owner}: {reason}; it works as the unpaged class.", UserWarning)
 
     def _choose(self, entries: Sequence[_Entry], groups: int) -> set[Tensor]:
         """The parameters whose state shall be in host memory; finds each device's chunk size too."""
@@ -223,11 +287,15 @@ class Residency:
             own = [entry for entry in entries if entry.shard.device == device and self._can_page(entry.shard)]
             self._chunk_sizes[device] = self._chunk_bytes(device, sum(entry.size for entry in own))
             left = self._budget(device, own, groups)
+            self._smallest.pop(device, None)
             for entry in own:
                 if left is None or entry.device_size <= left:
                     left = None if left is None else left - entry.device_size
                 else:
                     result.add(entry.parameter)
+                    self._smallest[device] = min(
+                        self._smallest.get(device, entry.device_size), entry.device_size
+                    )
         return result
 
     def _budget(self, device: torch.device, entries: Sequence[_Entry], groups: int) -> int | None:
@@ -241,7 +309,8 @@ class Residency:
         assert isinstance(budget, int)
         if total + tables <= budget:
             return None
-        return max(0, budget - policies.BUFFERS * chunk - tables)
+        self._overheads[device] = policies.BUFFERS * chunk + tables
+        return max(0, budget - self._overheads[device])
 
     def _to_host(self, entries: Sequence[_Entry], rule: Rule, made: dict[Tensor, dict[str, Tensor]]) -> None:
         new = [entry for entry in entries if not self._is_at_home(entry)]
@@ -260,8 +329,10 @@ class Residency:
                         made[entry.parameter] = {"step": step, **values}
                     else:
                         for key, value in values.items():
-                            entry.values[key] = value.copy_(entry.values[key])
+                            value.copy_(entry.values[key])
+                        entry.values.update(values)
                     self._arenas[entry.parameter] = arena
+                    self._on_device.discard(entry.parameter)
                 first += count
 
     def _stays(self, entry: _Entry, in_host: Collection[Tensor]) -> bool:
@@ -336,14 +407,32 @@ class Residency:
             if device not in self._budgets:
                 self._budgets[device] = max(0, free - reserve)
                 due = True
-            elif free < reserve and self._budgets[device] > 0:
-                # Half a reserve more than is missing, lest the next step asks again.
-                held = self._held(optimizer, device)
-                self._budgets[device] = max(
-                    0, min(held, self._budgets[device]) - (reserve - free) - reserve // 2
-                )
-                due = True
+            else:
+                due |= self._looks_different(optimizer, device, free, reserve)
         return due
+
+    def _looks_different(
+        self, optimizer: BlockwiseOptimizer, device: torch.device, free: int, reserve: int
+    ) -> bool:
+        """Whether "auto" takes another budget of a device, now that ``free`` bytes are free."""
+        watch, budget = self._watches.setdefault(device, Watch()), self._budgets[device]
+        if free < reserve:
+            if budget == 0 or self._stuck:
+                return False
+            if watch.is_short():
+                torch.cuda.empty_cache()
+                free, _ = _free_memory(device)
+                if free >= reserve:
+                    return False
+            watch.gave_back()
+            self._budgets[device] = gives_back(budget, self._held(optimizer, device), free, reserve)
+            self._shrunk = True
+            return True
+        more = watch.can_take(free, reserve)
+        if device not in self._smallest or more < self._smallest[device]:  # all is there, or no room for any
+            return False
+        self._budgets[device] = self._held(optimizer, device) + self._overheads[device] + more
+        return True
 
     def _held(self, optimizer: BlockwiseOptimizer, device: torch.device) -> int:
         """Bytes that state takes on the device."""
@@ -393,9 +482,11 @@ def _is_on_device(entry: _Entry) -> bool:
 
 
 def _move(values: dict[str, Any], keys: Iterable[str], device: torch.device) -> None:
-    for key in keys:
-        if key != "step":
-            values[key] = torch.empty_like(values[key], device=device).copy_(values[key])
+    """All of them, or none if memory runs out."""
+    moved = {
+        key: torch.empty_like(values[key], device=device).copy_(values[key]) for key in keys if key != "step"
+    }
+    values.update(moved)
 
 
 def _backend(device: torch.device, requested: str) -> str:
@@ -421,7 +512,15 @@ def _new_pipeline(device: torch.device) -> Any:
 
 
 @cache
-def _speed(device: torch.device) -> Bandwidth:
-    """Measured once a process and device, with 32 MiB."""
+def _measured(device: torch.device) -> Bandwidth:
     arena = Arena(MEASURED_BYTES, _locker(device))
     return _new_pipeline(device).measure(arena.memory)  # type: ignore[no-any-return]
+
+
+def _speed(device: torch.device) -> policies.Speed:
+    """Measured once a process and device, with 32 MiB of host memory and of the device's; without those, taken for
+    granted."""
+    try:
+        return _measured(device)
+    except (HostMemoryError, torch.OutOfMemoryError):
+        return policies.GRANTED
