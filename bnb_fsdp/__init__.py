@@ -1,8 +1,8 @@
 """bitsandbytes' 8-bit and 32-bit optimizers for models sharded with FSDP2."""
 
 from . import ops as _ops  # noqa: F401 (registers torch.ops.bnb_fsdp)
-from .checkpoint import CheckpointError, LoadReport
-from .checkpoint.directory import load_checkpoint, save_checkpoint
+from .checkpoint import CheckpointError, LoadReport, NoCheckpointError
+from .checkpoint.directory import latest_checkpoint, load_checkpoint, save_checkpoint
 from .checkpoint.export import export_state_dict
 from .factory import create_optimizer, optimizer_class, optimizer_names
 from .integrations import install as _install_integrations
@@ -77,6 +77,7 @@ __all__ = [
     "Lion8bit",
     "Lion32bit",
     "LoadReport",
+    "NoCheckpointError",
     "PagedAdEMAMix",
     "PagedAdEMAMix8bit",
     "PagedAdEMAMix32bit",
@@ -98,6 +99,7 @@ __all__ = [
     "describe",
     "export_state_dict",
     "from_bitsandbytes",
+    "latest_checkpoint",
     "load_checkpoint",
     "optimizer_class",
     "optimizer_names",

@@ -61,6 +61,16 @@ def full_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(lr=1e-4)
 
 
+def resume_options(parser: argparse.ArgumentParser) -> None:
+    """What the examples take that can go on from a checkpoint in ``--output``."""
+    full_options(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in --output; from the beginning if there is none yet",
+    )
+
+
 def arguments(
     description: str,
     output: str,
@@ -557,11 +567,14 @@ def say_state(optimizer: Any, process: Process) -> None:
     )
 
 
-def say_speed(args: argparse.Namespace, seconds: float, process: Process) -> None:
-    """Print the tokens that went through the model, padding included, per second."""
-    tokens = args.steps * args.batch_size * args.seq_len * process.replicas
+def say_speed(args: argparse.Namespace, seconds: float, process: Process, first: int = 0) -> None:
+    """Print the tokens that went through the model from step ``first`` on, padding included, per second."""
+    steps = args.steps - first
+    if not steps:
+        return
+    tokens = steps * args.batch_size * args.seq_len * process.replicas
     process.say(
-        f"speed: {tokens / seconds:,.0f} tokens per second on all ranks, {seconds / args.steps:.2f} s a step"
+        f"speed: {tokens / seconds:,.0f} tokens per second on all ranks, {seconds / steps:.2f} s a step"
     )
 
 
@@ -579,6 +592,27 @@ def check_reloaded(reloaded: float, trained: float, process: Process) -> None:
     if abs(reloaded - trained) > 1e-3 * abs(trained):
         raise SystemExit("error: the reloaded adapter is not the trained one: its held-out loss differs.")
     process.say("the saved adapter gives the same held-out loss")
+
+
+def resume(args: argparse.Namespace, model: Any, optimizer: Any, process: Process) -> tuple[int, Path | None]:
+    """With ``--resume``, load the last checkpoint. Returns the steps done, and the checkpoint, if any."""
+    if not args.resume:
+        return 0, None
+    try:
+        last = bnb_fsdp.latest_checkpoint(args.output)
+        dist.barrier()  # no rank looks after another has begun to write
+        if last is None:
+            process.say(f"there is no checkpoint in {args.output} yet: starting from the beginning")
+            return 0, None
+        done = bnb_fsdp.load_checkpoint(last, model, optimizer)["step"]
+    except bnb_fsdp.CheckpointError as error:  # on every rank alike
+        fail(f"--resume: {error}")
+    if done > args.steps:
+        fail(
+            f"--resume: {last} was saved after step {done}, --steps {args.steps} ends before that; take more."
+        )
+    process.say(f"going on from {last}, saved after step {done} of {args.steps}")
+    return done, last
 
 
 def checkpoint_folder(args: argparse.Namespace, step: int, process: Process) -> Path:

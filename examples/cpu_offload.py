@@ -4,7 +4,8 @@
 
 Sharded parameters, gradients and optimizer state stay in host memory; a GPU holds one gathered layer at a time. The
 optimizer is the ordinary one: it sees parameters on the CPU and runs the native CPU step there, with a thread budget
-per rank. On a machine without a GPU the same code runs and the output says what that leaves out.
+per rank. On a machine without a GPU the same code runs and the output says what that leaves out. After an
+interruption, the same command with `--resume` goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def say_offload(model: Any, process: common.Process) -> None:
         )
 
 
-def say_step(optimizer: Any, stepping: float, args: Any, process: common.Process) -> None:
+def say_step(optimizer: Any, stepping: float, steps: int, process: common.Process) -> None:
     """Print which backend the step had, its threads and its time."""
     backends = sorted({row.backend for row in bnb_fsdp.describe(optimizer).rows})
     threads = thread_budget()
     process.say(
         f"optimizer step on the CPU: backend {', '.join(backends)}, {threads} "
-        f"{'thread' if threads == 1 else 'threads'} a rank, {1e3 * stepping / args.steps:.2f} ms a step"
+        f"{'thread' if threads == 1 else 'threads'} a rank, {1e3 * stepping / max(1, steps):.2f} ms a step"
     )
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if threads < cores:
@@ -62,7 +63,7 @@ def say_step(optimizer: Any, stepping: float, args: Any, process: common.Process
 
 
 def main() -> None:
-    args = common.arguments(__doc__, "outputs/cpu_offload", options=common.full_options)
+    args = common.arguments(__doc__, "outputs/cpu_offload", options=common.resume_options)
     with common.processes(offload=True) as process:
         source = common.model_source(args.model)
         process.say(f"devices: {process.label}")
@@ -82,17 +83,22 @@ def main() -> None:
         say_offload(model, process)
         before = common.held_out_loss(model, held_out, process)
         process.say(f"held-out loss before training: {before:.4f}")
+        start, folder = common.resume(args, model, optimizer, process)
         half = (args.steps + 1) // 2
-        folder = common.checkpoint_folder(args, half, process)
-        seconds, stepping = common.train(model, optimizer, train_data, args, process, last=half)
-        bnb_fsdp.save_checkpoint(folder, model, optimizer, extra={"step": half})
-        common.say_saved(folder, process)
-        rest = common.train(model, optimizer, train_data, args, process, first=half)
+        seconds, stepping = 0.0, 0.0
+        if start < half:
+            folder = common.checkpoint_folder(args, half, process)
+            seconds, stepping = common.train(
+                model, optimizer, train_data, args, process, first=start, last=half
+            )
+            bnb_fsdp.save_checkpoint(folder, model, optimizer, extra={"step": half})
+            common.say_saved(folder, process)
+        rest = common.train(model, optimizer, train_data, args, process, first=max(start, half))
         seconds, stepping = seconds + rest[0], stepping + rest[1]
         after = common.held_out_loss(model, held_out, process)
         process.say(f"held-out loss after {args.steps} steps: {after:.4f} (before: {before:.4f})")
-        common.say_speed(args, seconds, process)
-        say_step(optimizer, stepping, args, process)
+        common.say_speed(args, seconds, process, start)
+        say_step(optimizer, stepping, args.steps - start, process)
         if process.device.type == "cuda":
             process.say(f"GPU memory, peak on this rank: {torch.cuda.max_memory_allocated():,} bytes")
         common.say_state(optimizer, process)

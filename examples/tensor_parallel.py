@@ -4,7 +4,8 @@
 
 splits every layer over two ranks and shards that over two more (2 x 2); two ranks make 1 x 2, or 2 x 1 with
 `--tensor-parallel 1`. Runs on GPUs if there are any and on the CPU otherwise. Parameters lie on two meshes, and some
-are sharded twice: the optimizer takes them as they are, and so do save_checkpoint and load_checkpoint.
+are sharded twice: the optimizer takes them as they are, and so do save_checkpoint and load_checkpoint. After an
+interruption, the same command with `--resume` goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    common.full_options(parser)
+    common.resume_options(parser)
     parser.set_defaults(model=common.TINY)
     parser.add_argument(
         "--tensor-parallel",
@@ -99,15 +100,18 @@ def main() -> None:
         model, optimizer = build()
         before = common.held_out_loss(model, held_out, process)
         process.say(f"held-out loss before training: {before:.4f}")
+        start, folder = common.resume(args, model, optimizer, process)
         half = (args.steps + 1) // 2
-        folder = common.checkpoint_folder(args, half, process)
-        seconds, _ = common.train(model, optimizer, train_data, args, process, last=half)
-        bnb_fsdp.save_checkpoint(folder, model, optimizer, extra={"step": half})
-        common.say_saved(folder, process)
-        seconds += common.train(model, optimizer, train_data, args, process, first=half)[0]
+        seconds = 0.0
+        if start < half:
+            folder = common.checkpoint_folder(args, half, process)
+            seconds, _ = common.train(model, optimizer, train_data, args, process, first=start, last=half)
+            bnb_fsdp.save_checkpoint(folder, model, optimizer, extra={"step": half})
+            common.say_saved(folder, process)
+        seconds += common.train(model, optimizer, train_data, args, process, first=max(start, half))[0]
         after = common.held_out_loss(model, held_out, process)
         process.say(f"held-out loss after {args.steps} steps: {after:.4f} (before: {before:.4f})")
-        common.say_speed(args, seconds, process)
+        common.say_speed(args, seconds, process, start)
         common.say_state(optimizer, process)
 
         process.say(f"resuming from {folder} with a fresh model and optimizer")

@@ -188,6 +188,36 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
+def save_and_load_after_evaluating(folder: str) -> list[bool]:
+    """A forward pass without a backward pass leaves fully_shard's root with its gathered parameters."""
+    found = []
+    for reshard_after_forward in (None, False):  # None: all but the root
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(ranks.device())
+        for module in (model[0], model):
+            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        optimizer = bnb_fsdp.AdamW8bit(model.named_parameters())
+        data = torch.ones(2, 64, device=ranks.device())
+        model(data).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            before = model(data)
+        assert not all(isinstance(p, DTensor) for p in model.parameters())
+        path = bnb_fsdp.save_checkpoint(f"{folder}/{reshard_after_forward}", model, optimizer)
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.zero_()
+            model(data)
+        bnb_fsdp.load_checkpoint(path, model, optimizer)
+        with torch.no_grad():
+            found.append(torch.equal(model(data), before))
+    return found
+
+
+def test_saving_and_loading_after_an_evaluation(tmp_path: Path) -> None:
+    assert ranks.run(2, save_and_load_after_evaluating, str(tmp_path)) == [[True, True]] * 2
+
+
 # One process
 
 
@@ -782,7 +812,7 @@ def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], me
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     model = Model()
     with pytest.raises(ValueError, match="optimizer is a AdamW, expected an optimizer of bnb_fsdp"):
-        bnb_fsdp.save_checkpoint(tmp_path / "one", model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+        bnb_fsdp.save_checkpoint(tmp_path / "one", model, torch.optim.AdamW(model.parameters()))
 
 
 def test_unverified_still_compares_sizes(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from .files import (
     Found,
     hyperparameters,
     inconsistent,
+    interruption,
     missing_bytes,
     read_step,
     unreadable,
@@ -121,13 +122,13 @@ def run(options: argparse.Namespace, error: Callable[[str], Any]) -> int:
         if options.action == "verify":
             return _verify(options.directory)
         return _convert(options.directory, options.out, options.to, options.split)
-    except CheckpointError as problem:
+    except (KeyboardInterrupt, Exception) as problem:
+        if isinstance(interruption(problem), KeyboardInterrupt):
+            print(f"bnb_fsdp checkpoint {options.action}: interrupted.", file=sys.stderr)
+            return 130
+        if not isinstance(problem, (CheckpointError, OSError)):
+            raise
         print(f"bnb_fsdp checkpoint {options.action}: {problem}", file=sys.stderr)
-    except OSError as problem:
-        print(f"bnb_fsdp checkpoint {options.action}: {problem}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print(f"bnb_fsdp checkpoint {options.action}: interrupted.", file=sys.stderr)
-        return 130
     return 1
 
 
@@ -281,7 +282,7 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
         yield f"  algorithm     {one['algorithm']}, blocks of {one['block_size']}, format '{one['format']}'"
         yield f"  steps         {' to '.join(dict.fromkeys(map(str, one['steps'])))}"
         for bits, counts in one["bits"].items():
-            yield f"  {bits:>2}-bit state  {counts['parameters']} parameters, {counts['elements']:,} elements"
+            yield f"  {bits:>2}-bit state  {_parameters(counts['parameters'])}, {counts['elements']:,} elements"
         layouts = ", ".join(f"{layout} {count}" for layout, count in one["layouts"].items())
         yield f"  scales        {layouts or 'none'}"
         yield f"  state         {_size(one['state_bytes'])}, {one['bytes_per_parameter']:.3f} bytes a parameter element"
@@ -289,7 +290,7 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
             values = ", ".join(
                 f"{key} {value}" for key, value in group.items() if key not in ("parameters", "format")
             )
-            yield f"  group {index:<8}{group['parameters']} parameters: {values}"
+            yield f"  group {index:<8}{_parameters(group['parameters'])}: {values}"
         for row in one.get("parameter_list", ()):
             shape = "x".join(map(str, row["shape"])) or "scalar"
             kind = f"{row['bits']}-bit" + (f" {row['layout']}" if row["layout"] else "")
@@ -417,8 +418,12 @@ def _convert(directory: Path, out: Path, to: str, splits: list[Split]) -> int:
     return 0
 
 
+def _parameters(count: int) -> str:
+    return f"{count:,} parameter" + ("" if count == 1 else "s")
+
+
 def _told(out: Path, to: str, summary: Summary) -> Iterator[str]:
-    yield f"{out}: {summary.parameters} parameters, {_size(summary.bytes)}"
+    yield f"{out}: {_parameters(summary.parameters)}, {_size(summary.bytes)}"
     if to == "bnb_fsdp" and not summary.blocks:
         yield "all state copied bit for bit"
     elif to != "torch":

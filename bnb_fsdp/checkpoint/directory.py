@@ -25,19 +25,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.fsdp import FSDPModule
 
 from .. import sharding, state
 from ..codebook import BLOCK_SIZE, flat
 from ..rules import Rule
 from . import manifest as manifests
 from . import state_dict as states
-from .files import Files, Planner, Reader, parameter_groups, plainly_loaded, reason
+from .files import (
+    Files,
+    NoCheckpointError,
+    Planner,
+    Reader,
+    Writer,
+    interruption,
+    parameter_groups,
+    plainly_loaded,
+    reason,
+)
 from .layout import Layout, parse
 from .manifest import CheckpointError, Manifest
+from .packages import TORCH
 from .regrid import regrid
 
 if TYPE_CHECKING:
@@ -50,7 +61,7 @@ _PART = 1 << 22  # elements
 def save_checkpoint(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: BlockwiseOptimizer,
+    optimizer: torch.optim.Optimizer,
     *,
     extra: dict[str, Any] | None = None,
     frozen: bool = True,
@@ -63,7 +74,8 @@ def save_checkpoint(
     Args:
         directory: path that must not exist yet, on a filesystem all ranks share, such as ``checkpoints/step-100``.
         model: the model, sharded or not.
-        optimizer: an optimizer of this package over its parameters.
+        optimizer: an optimizer of this package over its parameters, or a wrapper that has one as ``.optimizer``
+            (accelerate's).
         extra: each rank's own additions (epoch, learning rate schedule, random state): what
             ``torch.load(weights_only=True)`` can read.
         frozen: False leaves out parameters that do not require gradients (the base model under LoRA).
@@ -80,24 +92,25 @@ def save_checkpoint(
         ValueError: a bad argument on any rank; on every rank alike, as all that follows.
         CheckpointError: the directory exists, a rank could not write, something could not be loaded again, or a plain
             parameter or its state differs between ranks, of which only one can be saved. Nothing is left.
+        KeyboardInterrupt, SystemExit: on a rank that was interrupted; others raise CheckpointError. Nothing is left.
     """
     group = _Group(process_group)
 
-    def check() -> None:
+    def check() -> BlockwiseOptimizer:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep={keep!r} must be None or an integer >= 1 (checkpoints).")
         if extra is not None and not isinstance(extra, dict):
             raise ValueError(f"extra must be a dict, got {type(extra).__name__}.")
-        _check(model, optimizer)
+        return _check(model, optimizer)
 
-    group.all_do("save_checkpoint", check, ValueError)
+    inner = group.all_do("save_checkpoint", check, ValueError)
     group.agree(keep=keep, frozen=frozen)
     path = Path(group.gather(os.path.abspath(directory))[0])
 
     def collect() -> tuple[dict[str, Any], Manifest]:
-        values = _state_dict(model, optimizer, frozen)
-        _check_loadable(optimizer, values)
-        return values, _describe(model, optimizer, values, frozen, group.size)
+        values = _state_dict(model, inner, frozen)
+        _check_loadable(inner, values)
+        return values, _describe(model, inner, values, frozen, group.size)
 
     values, manifest = group.all_do("collecting state", collect)
     if group.size > 1:
@@ -110,8 +123,8 @@ def save_checkpoint(
             f"saving {path.name}", _bytes(values), lambda: _size(folder), group.rank == 0, progress
         )
         with shown:
-            with _translated(f"saving {path}", group.rank):
-                writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+            writer = Writer(folder, single_file_per_rank=True, sync_files=True)
+            with _translated(f"saving {path}", group.rank, writer):
                 dcp_save(values, storage_writer=writer, process_group=process_group, no_dist=group.alone)
             own = group.all_do(f"finishing {path}", lambda: _finish(folder, group.rank, extra or {}))
         for files in group.gather(own):
@@ -133,7 +146,7 @@ def save_checkpoint(
 def load_checkpoint(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: BlockwiseOptimizer,
+    optimizer: torch.optim.Optimizer,
     *,
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
@@ -147,8 +160,10 @@ def load_checkpoint(
 
     Args:
         directory: a checkpoint, or a folder of checkpoints, of which the newest is taken; an error if it is damaged.
+            Where there may be none yet, ask `latest_checkpoint` first.
         model: the model, built and sharded as for training.
-        optimizer: a fresh or used optimizer of this package over its parameters, with the groups that were saved.
+        optimizer: a fresh or used optimizer of this package over its parameters, with the groups that were saved, or
+            a wrapper that has one as ``.optimizer`` (accelerate's).
         verify: False skips reading all files for their checksums; sizes are compared all the same.
         process_group: as for `save_checkpoint`.
         progress: as for `save_checkpoint`.
@@ -161,9 +176,11 @@ def load_checkpoint(
         CheckpointError: no complete checkpoint, a damaged file, or one that does not fit. Model and optimizer are as
             they were, unless the text says that they may have been partly overwritten: values that cannot be read
             though sizes (or, with ``verify``, checksums) are right show only then.
+        NoCheckpointError: the CheckpointError if there is no checkpoint at all: a missing or empty directory, or a
+            folder without any.
     """
     group = _Group(process_group)
-    group.all_do("load_checkpoint", lambda: _check(model, optimizer), ValueError)
+    inner = group.all_do("load_checkpoint", lambda: _check(model, optimizer), ValueError)
     found, manifest = group.first_does(
         f"opening {directory}", lambda: _find(Path(os.path.abspath(directory)))
     )
@@ -180,16 +197,16 @@ def load_checkpoint(
     made: list[Tensor] = []
 
     def prepare() -> tuple[dict[str, Any], list[_Foreign], dict[str, Any]]:
-        values = _state_dict(model, optimizer, manifest.frozen)
-        made.extend(_make_frozen(optimizer, values, manifest))
+        values = _state_dict(model, inner, manifest.frozen)
+        made.extend(_make_frozen(inner, values, manifest))
         if made:
-            values = _state_dict(model, optimizer, manifest.frozen)
-        _raise_if(_misfits(path, manifest, _describe(model, optimizer, values, manifest.frozen, group.size)))
+            values = _state_dict(model, inner, manifest.frozen)
+        _raise_if(_misfits(path, manifest, _describe(model, inner, values, manifest.frozen, group.size)))
         with Files(path) as files:
             values["optimizer"]["param_groups"] = parameter_groups(files, ("optimizer",))
             metadata = files.metadata
-        _check_groups(optimizer, values)
-        foreign = _adapt(optimizer, values, metadata)
+        _check_groups(inner, values)
+        foreign = _adapt(inner, values, metadata)
         _raise_if(_uncovered(path, values, metadata))
         set_model_state_dict(
             model, dict(values["model"]), options=options
@@ -198,21 +215,21 @@ def load_checkpoint(
 
     try:
         values, foreign, extra = group.all_do(f"checking {path}", prepare)
-    except CheckpointError:
+    except BaseException:
         for parameter in made:
-            del optimizer.state[parameter]
+            del inner.state[parameter]
         raise
 
     def assign() -> None:
-        moved = sum(_convert(optimizer, values, one) for one in foreign)
+        moved = sum(_convert(inner, values, one) for one in foreign)
         with states.without_warning():
             set_model_state_dict(model, values["model"], options=options)
             # Not by torch's set_optimizer_state_dict, which loses state of what is frozen at the moment, and groups
             # of the same values as an empty one.
-            optimizer.load_state_dict(values["optimizer"])
-        report = optimizer.load_report
+            inner.load_state_dict(values["optimizer"])
+        report = inner.load_report
         assert report is not None
-        optimizer.load_report = report._replace(requantized=report.requantized + moved)
+        inner.load_report = report._replace(requantized=report.requantized + moved)
 
     with _overwriting():
         with _translated(f"loading {path}", group.rank):
@@ -224,7 +241,7 @@ def load_checkpoint(
                 no_dist=group.alone,
             )
         group.all_do(f"loading {path}", assign)
-    reports = [report for report in group.gather(optimizer.load_report) if report is not None]
+    reports = [report for report in group.gather(inner.load_report) if report is not None]
     requantized = sum(report.requantized for report in reports)
     if requantized and group.rank == 0:
         states.logger.warning(
@@ -234,6 +251,30 @@ def load_checkpoint(
             sum(report.blocks for report in reports),
         )
     return extra
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in ``folder``: the one saved last, whatever its name. None if there is none yet.
+
+    For programs that resume if there is something to resume. None is the answer where ``folder`` is missing or empty
+    or holds no checkpoint of `save_checkpoint`; what interrupted saves left does not count, nor do directories that
+    torch.distributed.checkpoint alone wrote, nor symbolic links. If ``folder`` is a checkpoint, the answer is itself.
+
+    This reads manifests and compares the sizes of the newest one's files (`load_checkpoint` compares checksums). No
+    rank talks to another: each may call it alone, and all that see the same files get the same answer, as long as
+    nobody saves or removes checkpoints there meanwhile.
+
+    Raises:
+        CheckpointError: the newest checkpoint is damaged, or of a newer format. The text names it and the newest one
+            before it that is whole, if any: training never goes back silently. Or ``folder`` is a file, or cannot be
+            read.
+    """
+    path = Path(os.path.abspath(folder))
+    try:
+        found = _newest(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be searched for checkpoints: {error}.") from error
+    return None if found is None else found[0]
 
 
 # Ranks
@@ -272,6 +313,7 @@ class _Group:
         """Run ``function`` on every rank; if it raises on any, an exception of ``kind`` on all of them."""
         result, error = _attempt(function)
         errors = self.gather(None if error is None else _text(error))
+        _raise_interruption(error)
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             texts = list(dict.fromkeys(failed.values()))
@@ -282,37 +324,55 @@ class _Group:
     def first_does(self, what: str, function: Callable[[], T]) -> T:
         """Run ``function`` on the first rank; its result, or CheckpointError, on all of them."""
         result, error = _attempt(function) if self.rank == 0 else (None, None)
-        shared = self.gather((result, None if error is None else _text(error)))[0]
-        if shared[1] is not None:
-            raise CheckpointError(f"{what} failed: {shared[1]}") from error
-        return shared[0]  # type: ignore[return-value]
+        text = None if error is None else _text(error)
+        result, text, is_absent = self.gather((result, text, isinstance(error, NoCheckpointError)))[0]
+        _raise_interruption(error)
+        if text is not None:
+            raise (NoCheckpointError if is_absent else CheckpointError)(f"{what} failed: {text}") from error
+        return result  # type: ignore[return-value]
 
 
-def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _attempt(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """The function's result or exception: Ctrl-C as it is, whatever became of it on its way."""
+    handled = sys.exc_info()[1]
     try:
         return function(), None
-    except Exception as error:
-        return None, error
+    except BaseException as error:
+        return None, interruption(error, handled) or error
 
 
-def _text(error: Exception) -> str:
-    return (
-        str(error) if isinstance(error, (CheckpointError, ValueError)) else f"{type(error).__name__}: {error}"
-    )
+def _raise_interruption(error: BaseException | None) -> None:
+    """Raise what is no Exception, now that the other ranks know that this one failed."""
+    if error is not None and not isinstance(error, Exception):
+        raise error
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, (CheckpointError, ValueError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 @contextmanager
-def _translated(what: str, rank: int) -> Iterator[None]:
+def _translated(what: str, rank: int, writer: Writer | None = None) -> Iterator[None]:
     """DCP's own exception, raised on all ranks, is no Exception: make it one, except where Ctrl-C was pressed."""
+    handled = sys.exc_info()[1]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is, and that is all right
             yield
-    except CheckpointException as error:
-        own = error.failures.get(rank, (None,))[0]
-        if isinstance(own, (KeyboardInterrupt, SystemExit)):
-            raise own from error
-        reasons = {str(failure[0]) or type(failure[0]).__name__ for failure in error.failures.values()}
+    except BaseException as error:
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        own: BaseException = failures.get(rank, (error,))[0]
+        interrupted = (writer and writer.interrupted) or interruption(own, handled)
+        if interrupted is not None:
+            raise interrupted from None
+        if not isinstance(error, CheckpointException):
+            raise
+        reasons = {
+            str(one) if isinstance(one, Exception) and str(one) else _text(one)
+            for one, _ in failures.values()
+        }
         ranks = ", ".join(map(str, sorted(error.failures)))
         raise CheckpointError(f"{what} failed on rank {ranks}: {'; '.join(sorted(reasons))}") from error
 
@@ -368,24 +428,30 @@ class _Progress:
 # Description
 
 
-def _check(model: nn.Module, optimizer: Any) -> None:
-    """ValueError if the arguments can be neither saved nor loaded."""
-    from ..optim.base import BlockwiseOptimizer
+def _check(model: nn.Module, optimizer: Any) -> BlockwiseOptimizer:
+    """The optimizer, out of its wrapper if it has one; ValueError if the arguments can be neither saved nor loaded."""
+    from ..report import _unwrap
 
-    if not isinstance(optimizer, BlockwiseOptimizer):
+    try:
+        inner = _unwrap(optimizer)
+    except TypeError:
         raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}, expected an optimizer of bnb_fsdp (unwrap accelerate's with "
-            ".optimizer)."
-        )
+            f"optimizer is a {type(optimizer).__name__}, expected an optimizer of bnb_fsdp, or a wrapper that has one "
+            "as .optimizer."
+        ) from None
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         if value.device.type == "meta":
             raise ValueError(
                 f"{name} of the model is on the meta device: give the model storage first (to_empty())."
             )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass without a backward pass the root has its gathered parameters
     known = set(model.parameters())
-    for name, parameter, _ in states.named(optimizer):
+    for name, parameter, _ in states.named(inner):
         if parameter not in known:
             raise ValueError(f"{name} of the optimizer is not in the model.")
+    return inner
 
 
 def _check_groups(optimizer: BlockwiseOptimizer, values: dict[str, Any]) -> None:
@@ -539,6 +605,9 @@ def _misfits(path: Path, saved: Manifest, live: Manifest) -> list[str]:
             found.append(f"{path} lacks {name} of the model.")
         else:
             misfits += _misfit(path, name, saved.parameters[name], live.parameters[name])
+    other_bits = [name for name in saved.parameters if _has_other_bits(name, saved, live)]
+    if other_bits:
+        misfits.insert(0, _bits_remedy(path, sorted(other_bits), saved, live))
     if not found and was["groups"] != own["groups"]:
         sizes = [len(group) for group in was["groups"]], [len(group) for group in own["groups"]]
         found.append(
@@ -550,11 +619,32 @@ def _misfits(path: Path, saved: Manifest, live: Manifest) -> list[str]:
 
 def _misfit(path: Path, name: str, was: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
     for key, label in (("shape", "shape"), ("dtype", "dtype"), ("bits", "bits of state")):
-        if was[key] != own[key]:
+        if was[key] != own[key] and not (key == "bits" and was[key] and own[key]):
             text = f"{path}: {name} was saved with {label} {was[key]}, here it has {own[key]}."
             if key == "bits" and was[key] is None:
                 text += " It was frozen: freeze it (requires_grad_(False)) until it is loaded."
             yield text
+
+
+def _has_other_bits(name: str, saved: Manifest, live: Manifest) -> bool:
+    """Whether there was state of the parameter, and is, but with other bits."""
+    was, own = saved.parameters[name]["bits"], live.parameters.get(name, {}).get("bits")
+    return bool(was and own and was != own)
+
+
+def _bits_remedy(path: Path, names: list[str], saved: Manifest, live: Manifest) -> str:
+    """Which parameters have state of other bits here, and what to do, once for all of them."""
+    name, more = names[0], len(names) - 1
+    others = f", as {more} more" if more else ""
+    was, own = saved.parameters[name]["bits"], live.parameters[name]["bits"]
+    kind = saved.optimizer["class"]
+    has_torch = saved.optimizer["algorithm"] in TORCH and not kind.startswith(("LAMB", "LARS"))
+    return (
+        f"{path}: {name} was saved with bits of state {was}, here it has {own}{others}. Load it with the optimizer "
+        f"that was saved: {kind}, with the same optim_bits, min_8bit_size and overrides. To go on with other bits, run "
+        f"'python -m bnb_fsdp checkpoint convert {path} OUT.pt --to {'torch' if has_torch else 'bitsandbytes'}', and "
+        "after this load give torch.load('OUT.pt') to the new optimizer's load_state_dict, on every rank."
+    )
 
 
 def _wrapped(saved: Manifest, live: Manifest) -> str:
@@ -767,23 +857,59 @@ def _prune(folder: Path, keep: int) -> None:
 
 def _find(path: Path) -> tuple[str, Manifest]:
     """The checkpoint at ``path``, or the newest one in it. Raises CheckpointError if that one is damaged."""
-    if path.is_dir() and not (path / manifests.FILE).is_file() and not manifests.is_leftover(path):
-        found, damaged = manifests.survey(path)
-        if found:
-            manifest, newest = found[-1]
-            since = manifests.written(newest)
-            for one in damaged:
-                if (one.sequence or 0) > manifest.sequence or manifests.written(one.path) > since:
-                    raise CheckpointError(
-                        f"the newest checkpoint of {path} cannot be loaded: {one.reason.rstrip('.')}. To go on from "
-                        f"the one before it, load {newest} by its own path, or remove {one.path}."
-                    )
-            return str(newest), manifest
-        if damaged:
-            raise CheckpointError(f"{path} holds no complete checkpoint: {damaged[-1].reason}")
-        leftovers = [item.name for item in path.iterdir() if item.is_dir() and manifests.is_leftover(item)]
-        if leftovers:
-            raise CheckpointError(
-                f"{path} holds no complete checkpoint, only what interrupted saves left: {', '.join(leftovers)}."
-            )
-    return str(path), manifests.read(path)
+    found = _newest(path)
+    if found is None:
+        raise NoCheckpointError(
+            f"{_absence(path)}. There is no checkpoint to load yet: correct the path, or start without one "
+            "(bnb_fsdp.latest_checkpoint returns None where there is none)."
+        )
+    return str(found[0]), found[1]
+
+
+def _absence(path: Path) -> str:
+    if not path.exists():
+        return f"{path}: no such checkpoint directory"
+    names = sorted(item.name for item in path.iterdir())
+    if not names:
+        return f"{path} has no files"
+    leftovers = [name for name in names if manifests.is_leftover(path / name)]
+    if leftovers:
+        return (
+            f"{path} holds no complete checkpoint, only what interrupted saves left: {', '.join(leftovers)}"
+        )
+    return f"{path} has no {manifests.FILE}, and holds no checkpoint of bnb_fsdp.save_checkpoint"
+
+
+def _newest(path: Path) -> tuple[Path, Manifest] | None:
+    """The checkpoint at ``path``, or the newest one in it; None if there is none. CheckpointError if it is damaged."""
+    if not path.exists():
+        return None
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give a checkpoint directory, or a folder of these.")
+    if (path / manifests.FILE).is_file() or manifests.is_leftover(path):
+        return path, manifests.read(path)
+    complete, damaged = manifests.survey(path)
+    bad = [(one.sequence or 0, manifests.written(one.path), one.path, one.reason) for one in damaged]
+    whole = None
+    while complete and whole is None:
+        manifest, directory = complete.pop()
+        problems = manifests.problems(directory, manifest.files, sorted(manifest.files), False)
+        if problems:
+            bad.append((manifest.sequence, manifests.written(directory), directory, "; ".join(problems)))
+        else:
+            whole = directory, manifest
+    if whole is None:
+        if bad:
+            raise CheckpointError(f"{path} holds no complete checkpoint: {max(bad)[-1].rstrip('.')}.")
+        if any(path.glob("*.distcp")) or any(path.glob(".metadata")) or any(path.glob("extra_*.pt")):
+            return path, manifests.read(path)  # says that its manifest is missing
+        return None
+    since = manifests.written(whole[0])
+    newer = [one for one in bad if one[0] > whole[1].sequence or one[1] > since]
+    if newer:
+        _, _, directory, reason = max(newer)
+        raise CheckpointError(
+            f"the newest checkpoint of {path} cannot be loaded: {reason.rstrip('.')}. To go on from the one before it, "
+            f"load {whole[0]} by its own path, or remove {directory}."
+        )
+    return whole

@@ -17,6 +17,7 @@ import os
 import pathlib
 import pickle
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -205,6 +206,46 @@ def plainly_loaded(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint to load yet: the path is missing or empty, or interrupted saves are all that it holds."""
+
+
+def interruption(error: BaseException, handled: BaseException | None = None) -> BaseException | None:
+    """The Ctrl-C or `sys.exit` that ``error`` came of, None if it came of neither.
+
+    An interrupted `torch.save` fails while it closes its file, with a RuntimeError in place of the KeyboardInterrupt.
+    ``handled``: what was being handled before, such as the Ctrl-C upon which somebody saves; it is not the cause.
+    """
+    known, waiting = {id(handled)}, [error]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (KeyboardInterrupt, SystemExit)):
+            return one
+        known.add(id(one))
+        causes = (one.__context__, one.__cause__)
+        waiting += [cause for cause in causes if cause is not None and id(cause) not in known]
+    return None
+
+
+class Writer(filesystem.FileSystemWriter):
+    """torch's writer, but Ctrl-C stays Ctrl-C: what led to an exception is lost where DCP pickles it for other ranks.
+
+    ``interrupted``: the KeyboardInterrupt or SystemExit that ended `write_data` on this rank.
+    """
+
+    interrupted: BaseException | None = None
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        handled = sys.exc_info()[1]
+        try:
+            return super().write_data(*args, **kwargs)
+        except BaseException as error:
+            self.interrupted = interruption(error, handled)
+            if self.interrupted is not None:
+                raise self.interrupted from None
+            raise
 
 
 class Reader(filesystem.FileSystemReader):
