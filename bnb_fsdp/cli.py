@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
@@ -12,7 +13,8 @@ import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from .checkpoint import commands as checkpoint
 from .rules import Hyper, Rule
 
 PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "triton")
-LIBRARIES = ("cpu",)
+SLOW = 3
+"""Exit status of doctor where everything works, but a device fell back to a slower backend."""
 
 _RUN_HELP = """\
 Imports bnb_fsdp, which makes its optimizer names known to transformers, then runs a script or module as
@@ -49,17 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. Usage errors exit with status 2, as argparse does."""
     own, rest = _split(list(sys.argv[1:] if arguments is None else arguments))
     parser = _parser()
-    options = parser.parse_args(own)
+    options, unknown = parser.parse_known_args(own)
+    usage_error = getattr(options, "parser", parser).error  # with the command's own usage
+    if unknown:
+        usage_error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "doctor":
         return doctor(options.json)
     if options.command == "checkpoint":
         return checkpoint.run(options, parser.error)
     if options.command == "run":
         if (options.module is None) == (options.script is None):
-            parser.error("run: give either a script or -m MODULE, then its arguments.")
+            usage_error("give either a script or -m MODULE, then its arguments.")
         problem = run(options.script or options.module, rest, is_module=options.script is None)
         if problem:
-            parser.error(problem)
+            usage_error(problem)
         return 0
     parser.print_help(sys.stderr)
     return 2
@@ -75,8 +81,10 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="show versions, devices and backends, and test every backend; status 1 if a test fails",
         description="Shows what bnb_fsdp finds on this machine and tests every usable backend against the "
-        "reference formulas. Exit status: 0 if all is fine, 1 if a test fails.",
+        "reference formulas. Exit status: 0 if all is fine, 1 if a test fails or a device has no backend, "
+        f"{SLOW} if all works but a device fell back to a slower backend, as a GPU does without the CUDA library.",
     )
+    check.set_defaults(parser=check)
     check.add_argument("--json", action="store_true", help="print one JSON object")
     start = commands.add_parser(
         "run",
@@ -86,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="python -m bnb_fsdp run [-h] (script.py | -m MODULE) [arguments ...]",
         allow_abbrev=False,
     )
+    start.set_defaults(parser=start)
     start.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
     start.add_argument("script", nargs="?", help="path of the script")
     checkpoint.add_parser(commands)
@@ -111,17 +120,21 @@ def run(target: str, arguments: Sequence[str], *, is_module: bool) -> str | None
     if is_module:
         if not safe_path:
             sys.path[0] = str(Path.cwd())  # so under `python -m` already, not under a console script
-        try:
-            found = importlib.util.find_spec(target)
-        except (ModuleNotFoundError, ValueError):
-            found = None
+        found = _find_module(target)
         if found is None:
-            return f"run: there is no module {target!r} (sys.path[0] is {sys.path[0]!r})."
+            return f"there is no module {target!r} (sys.path[0] is {sys.path[0]!r})."
+        if found.submodule_search_locations is not None and _find_module(f"{target}.__main__") is None:
+            return f"{target!r} is a package without a module __main__, which is what would run."
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return None
     path = Path(target)
     if not path.exists():
-        return f"run: there is no file {target!r} (in {Path.cwd()}). Modules are run with -m."
+        return f"there is no file {target!r} (in {Path.cwd()}). Modules are run with -m."
+    if (path.is_dir() or zipfile.is_zipfile(path)) and not _has_main(path):
+        kind = "directory" if path.is_dir() else "zip file"
+        return (
+            f"{target!r} is a {kind} without __main__.py, which is what would run. Modules are run with -m."
+        )
     # runpy sets sys.path[0] itself for directories and zip files.
     if not safe_path and path.suffix != ".zip" and path.is_file():
         sys.path[0] = str(path.resolve().parent)
@@ -129,51 +142,125 @@ def run(target: str, arguments: Sequence[str], *, is_module: bool) -> str | None
     return None
 
 
+def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
+    """The module's spec, None if it or a package it lies in is not there. An error in such a package passes."""
+    if name.startswith("."):  # relative to nothing
+        return None
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+    except ValueError:  # a module that this process made, such as __main__
+        return None
+
+
+def _has_main(path: Path) -> bool:
+    """Whether a directory or zip file can be run."""
+    return importlib.machinery.PathFinder.find_spec("__main__", [str(path.absolute())]) is not None
+
+
 def doctor(as_json: bool) -> int:
-    """Print what this machine has and whether its backends are right; 1 if a self-test fails, else 0."""
+    """Print what this machine has and whether its backends are right, each part as soon as it is known.
+
+    Returns 1 if a self-test fails or a device has no backend, `SLOW` if one fell back to a slower backend, else 0.
+    """
     try:
         requested = backends.check_name(None)
     except ValueError as error:
         print(f"bnb_fsdp doctor: {error}", file=sys.stderr)
         return 1
-    report = _report(requested)
-    print(json.dumps(report, indent=2) if as_json else "\n".join(_text(report)))
-    return 0 if report["ok"] else 1
+    report = _report(requested, _show_nothing if as_json else _show)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    if not report["ok"]:
+        return 1
+    return SLOW if _slow(report["devices"]) else 0
 
 
-def _report(requested: str) -> dict[str, Any]:
-    libraries = [_library(name) for name in LIBRARIES]
-    chosen, usable = [], []
+def _show(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _show_nothing(lines: Iterable[str]) -> None:
+    pass
+
+
+def _report(requested: str, show: Callable[[Iterable[str]], None] = _show_nothing) -> dict[str, Any]:
+    """All that doctor finds. Its text goes to ``show`` part by part, as the last ones take a while."""
+    versions = _versions()
+    show(f"{name:<14}{version or 'not installed'}" for name, version in versions.items())
+    devices, usable = [], []
     for device in _devices():
-        found: dict[str, Backend] = {}
-        entry = {"device": str(device), "name": _device_name(device), "backend": "none", "error": None}
-        for name in dict.fromkeys((requested, *backends.NAMES)):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter(
-                        "ignore", RuntimeWarning
-                    )  # the report has its own words for a fallback
-                    backend = backends.select(device, name)
-            except (ImportError, RuntimeError, ValueError) as error:
-                if name == requested:
-                    entry["error"] = str(error)
-                continue
-            if name == requested:
-                entry["backend"] = backend.name
-            found.setdefault(backend.name, backend)
-        chosen.append(entry)
-        usable += [(device, backend) for backend in found.values()]
-    tests = [result for device, backend in usable for result in self_test(backend, device)]
-    return {
-        "ok": all(test["ok"] for test in tests) and any(entry["backend"] != "none" for entry in chosen),
-        "versions": _versions(),
+        entry, found = _backends_of(device, requested)
+        devices.append(entry)
+        usable += [(device, backend) for backend in found]
+    show(["", f"requested backend: {requested}", *_device_lines(devices)])
+    libraries = [_library(name) for name in _library_names()]
+    show(_library_lines(libraries))
+    threads = {"torch": torch.get_num_threads(), "budget": _thread_budget()}
+    show([f"threads: torch {threads['torch']}, native CPU steps {threads['budget']}"])
+    trainer = _trainer()
+    words = {None: "not applicable", True: "registered", False: "NOT registered"}
+    show([f"names in transformers: {words[trainer['registered']]} ({trainer['detail']})", ""])
+    tests: list[dict[str, Any]] = []
+    for device, backend in usable:
+        results = list(self_test(backend, device))
+        show(_test_lines(f"self-test of {backend.name} on {device}", results))
+        tests += results
+    # A backend that was asked for by name need not run everywhere; "auto" has to find one for each device.
+    served = [entry["backend"] != "none" for entry in devices]
+    passed = all(test["ok"] for test in tests)
+    report = {
+        "ok": passed and (all(served) if requested == "auto" else any(served)),
+        "versions": versions,
         "requested_backend": requested,
-        "devices": chosen,
+        "devices": devices,
         "libraries": libraries,
-        "threads": {"torch": torch.get_num_threads(), "budget": _thread_budget()},
-        "trainer": _trainer(),
+        "threads": threads,
+        "trainer": trainer,
         "self_tests": tests,
     }
+    show([_verdict(report)])
+    return report
+
+
+def _backends_of(device: torch.device, requested: str) -> tuple[dict[str, Any], list[Backend]]:
+    """What a device gets and, if that is not the best there could be, why; and all backends that can run there."""
+    found: dict[str, Backend] = {}
+    entry: dict[str, Any] = {"device": str(device), "name": _device_name(device), "backend": "none"}
+    entry |= {"error": None, "fallback": None}
+    for name in dict.fromkeys((requested, *backends.NAMES)):
+        backends.say_again()
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                backend = backends.select(device, name)
+        except (ImportError, RuntimeError, ValueError) as error:
+            if name == requested:
+                entry["error"] = str(error)
+            continue
+        if name == requested:
+            entry["backend"] = backend.name
+            said = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+            entry["fallback"] = " ".join(said) or None
+        found.setdefault(backend.name, backend)
+    return entry, list(found.values())
+
+
+def _slow(devices: Sequence[dict[str, Any]]) -> list[str]:
+    """Who fell back to what."""
+    fallen: dict[str, list[str]] = {}
+    for entry in devices:
+        if entry["fallback"]:
+            fallen.setdefault(entry["backend"], []).append(entry["device"])
+    return [
+        f"{', '.join(names)} {'uses' if len(names) == 1 else 'use'} the "
+        f"{'slow' if backend == 'torch' else 'slower'} {backend} backend"
+        for backend, names in fallen.items()
+    ]
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
@@ -209,6 +296,14 @@ def _device_name(device: torch.device) -> str:
     if device.type == "xpu":
         return torch.xpu.get_device_name(device)
     return f"{platform.machine()}, {os.cpu_count()} CPUs" if device.type == "cpu" else device.type
+
+
+def _library_names() -> list[str]:
+    """The CPU's; the CUDA one where torch could use it, or where it lies about."""
+    from .backends import native
+
+    wanted = torch.version.cuda is not None or native.find("cuda") is not None
+    return ["cpu", "cuda"] if wanted else ["cpu"]
 
 
 def _library(name: str) -> dict[str, str | None]:
@@ -351,36 +446,40 @@ def _ordered(tensor: Tensor) -> Tensor:
     return torch.where(bits < 0, torch.iinfo(kind).min - bits, bits)
 
 
-def _text(report: dict[str, Any]) -> Iterator[str]:
-    for name, version in report["versions"].items():
-        yield f"{name:<14}{version or 'not installed'}"
-    yield ""
-    yield f"requested backend: {report['requested_backend']}"
-    for entry in report["devices"]:
-        reason = f" ({entry['error']})" if entry["error"] else ""
-        yield f"device {entry['device']} ({entry['name']}): backend {entry['backend']}{reason}"
-    for library in report["libraries"]:
+def _device_lines(devices: Sequence[dict[str, Any]]) -> Iterator[str]:
+    said: set[str] = set()
+    for entry in devices:
+        yield f"device {entry['device']} ({entry['name']}): backend {entry['backend']}"
+        reason = entry["error"] or entry["fallback"]
+        if reason and reason not in said:
+            said.add(reason)
+            yield f"    {reason}"
+
+
+def _library_lines(libraries: Sequence[dict[str, str | None]]) -> Iterator[str]:
+    for library in libraries:
         if library["error"]:
-            yield f"library {library['name']}: missing: {library['error']}"
+            yield f"library {library['name']}: cannot be used: {library['error']}"
         else:
             yield f"library {library['name']}: {library['path']}"
-            yield f"    {library['build']}, instruction set {library['instruction_set']}"
-    threads = report["threads"]
-    yield f"threads: torch {threads['torch']}, native CPU steps {threads['budget']}"
-    trainer = report["trainer"]
-    words = {None: "not applicable", True: "registered", False: "NOT registered"}
-    yield f"names in transformers: {words[trainer['registered']]} ({trainer['detail']})"
-    yield ""
-    tests = report["self_tests"]
-    for backend, device in dict.fromkeys((test["backend"], test["device"]) for test in tests):
-        own = [test for test in tests if (test["backend"], test["device"]) == (backend, device)]
-        failed = [test for test in own if not test["ok"]]
-        yield f"self-test of {backend} on {device}: {len(own) - len(failed)} of {len(own)} passed"
-        for test in failed:
-            yield f"    FAILED {test['rule']} {test['bits']}-bit {test['dtype']}: {test['detail']}"
-    if report["ok"]:
-        yield "all is fine"
-    elif all(test["ok"] for test in tests):
-        yield "no device can use the requested backend"
-    else:
-        yield "a self-test failed: do not train with this backend"
+            instructions = library["instruction_set"]
+            yield f"    {library['build']}" + (f", instruction set {instructions}" if instructions else "")
+
+
+def _test_lines(title: str, tests: Sequence[dict[str, Any]]) -> Iterator[str]:
+    failed = [test for test in tests if not test["ok"]]
+    yield f"{title}: {len(tests) - len(failed)} of {len(tests)} passed"
+    for test in failed:
+        yield f"    FAILED {test['rule']} {test['bits']}-bit {test['dtype']}: {test['detail']}"
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    if not all(test["ok"] for test in report["self_tests"]):
+        return "a self-test failed: do not train with this backend"
+    unserved = [entry["device"] for entry in report["devices"] if entry["backend"] == "none"]
+    if len(unserved) == len(report["devices"]):
+        return "no device can use the requested backend"
+    if not report["ok"]:
+        return f"{', '.join(unserved)} cannot be used: the reason is above"
+    slow = _slow(report["devices"])
+    return f"works, but {' and '.join(slow)}: the reason is above" if slow else "all is fine"

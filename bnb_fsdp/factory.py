@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from . import optim
@@ -22,11 +23,22 @@ def optimizer_names() -> tuple[str, ...]:
 
 
 def optimizer_class(name: str) -> type[BlockwiseOptimizer]:
-    """The class of a name; ValueError with all names if unknown."""
-    try:
+    """The class of a name; ValueError with all names, and those that look alike, if unknown."""
+    if name in optimizer_names():
         return _CLASSES[name]
-    except KeyError:
-        raise ValueError(f"unknown optimizer {name!r}; choose one of {', '.join(_CLASSES)}.") from None
+    similar = " or ".join(map(repr, _similar(name)))
+    hint = f"did you mean {similar}? Choose" if similar else "choose"
+    raise ValueError(f"unknown optimizer {name!r}; {hint} one of {', '.join(_CLASSES)}.")
+
+
+def _similar(name: object) -> list[str]:
+    """At most two of our names that ``name``, perhaps a class or a name of bitsandbytes, may stand for."""
+    given = str(name).lower().removeprefix(PREFIX)
+    short = {known.removeprefix(PREFIX): known for known in _CLASSES}
+    for alike in (given, given.replace("paged", "paged_").replace("__", "_")):
+        if alike in short:
+            return [short[alike]]
+    return [short[found] for found in get_close_matches(given, short, n=2)]
 
 
 def create_optimizer(name: str, params: Params, **kwargs: Any) -> BlockwiseOptimizer:

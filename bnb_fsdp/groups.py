@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from reprlib import repr as short_repr
 from typing import Any
 
 from torch import Tensor
@@ -41,11 +42,23 @@ def check_group_overrides(where: str, group: dict[str, Any]) -> None:
 def check_overrides(overrides: Mapping[str | Tensor, Mapping[str, int]] | None) -> OverrideList:
     """Validated (pattern or parameter, settings) pairs; ValueError names the key and the choices."""
     result: OverrideList = []
-    for key, settings in (overrides or {}).items():
+    if overrides is None:
+        return result
+    if not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"overrides={short_repr(overrides)} must map name patterns or parameters to their settings, such as "
+            "{'*.embed_tokens.weight': {'optim_bits': 32}}."
+        )
+    for key, settings in overrides.items():
         if not isinstance(key, (str, Tensor)):
             raise ValueError(f"overrides: key {key!r} must be a name pattern or a parameter.")
         label = repr(key) if isinstance(key, str) else f"parameter of shape {tuple(key.shape)}"
-        unknown = sorted(set(settings) - set(OVERRIDE_KEYS))
+        if not isinstance(settings, Mapping):
+            raise ValueError(
+                f"overrides[{label}]={short_repr(settings)} must be a mapping such as {{'optim_bits': 32}}; "
+                f"keys: {', '.join(OVERRIDE_KEYS)}."
+            )
+        unknown = [setting for setting in settings if setting not in OVERRIDE_KEYS]
         if unknown:
             raise ValueError(
                 f"overrides[{label}]: unknown key {unknown[0]!r}; choose from {', '.join(OVERRIDE_KEYS)}. "

@@ -2,42 +2,85 @@
 # What only a GPU can show: tests, comparison with bitsandbytes, benchmarks, compute-sanitizer. CI has no GPU, so this is
 # run by hand before a release, and its output committed under benchmarks/results.
 #
-#   bash launch/gpu.sh OUTPUT [tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize]   default: all
+#   bash launch/gpu.sh OUTPUT [tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize] [--log]
 #
+# Default: all parts. --log: date, commit, versions and the end of every part's output, in benchmarks/results/gpu_*.txt.
 # Uses the active environment: torch with CUDA, this package (or BNB_FSDP_LIBRARY_PATH and PYTHONPATH), and for the
 # comparisons bitsandbytes, and if they are there torchao, flashoptim, peft, transformers. About half an hour on an H200.
 
 set -uo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ $# -lt 1 ]; then
-  sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exit 2
 fi
 mkdir -p "$1" && output="$(cd "$1" && pwd)" && shift
-parts=("$@")
+parts=()
+log=""
+for argument in "$@"; do
+  case "$argument" in
+    --log) log=wanted ;;
+    -*) echo "unknown option $argument; there is --log" >&2; exit 2 ;;
+    *) parts+=("$argument") ;;
+  esac
+done
 [ ${#parts[@]} -gt 0 ] || parts=(tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize)
 python="${PYTHON:-python3}"
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
-gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
+if ! gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"; then
+  echo "error: $python cannot import torch. Activate the environment that has bnb_fsdp, or name its interpreter:" >&2
+  echo "PYTHON=.venv/bin/python." >&2
+  exit 2
+fi
 [ "$gpus" -ge 1 ] || { echo "no CUDA device is visible to torch" >&2; exit 1; }
 cd "$repo" || exit 1
 status=0
 
+# say LINE...: here and in the log, which names no folder of this machine.
+say() {
+  printf '%s\n' "$@"
+  [ -z "$log" ] || printf '%s\n' "$@" | sed -e "s|$output|OUTPUT|g" -e "s|$repo/||g" -e "s|$repo|.|g" -e "s|$python|python|g" >> "$log"
+}
+
 # part NAME COMMAND...: its output in NAME.log, the end of it here.
 part() {
-  local name="$1" result=0
+  local name="$1" result=0 began="$SECONDS"
   shift
-  echo "== $name: $*"
+  say "== $name: $*"
   "$@" > "$output/$name.log" 2>&1 || result=$?
-  tail -n "${lines:-3}" "$output/$name.log" | cut -c1-160
-  [ "$result" -eq 0 ] || { echo "FAILED ($result): $output/$name.log"; status=1; }
+  say "$(tail -n "${lines:-3}" "$output/$name.log" | cut -c1-160)"
+  [ "$result" -eq 0 ] || { say "FAILED ($result, $((SECONDS - began)) s): $output/$name.log"; status=1; }
 }
+
+if [ -n "$log" ]; then
+  log="$repo/benchmarks/results/gpu_$(date +%Y-%m-%d_%H%M).txt"
+  : > "$log" || exit 1
+  say "date: $(date +%Y-%m-%d)" "commit: $(git describe --always --dirty --abbrev=12 2>/dev/null || echo "${COMMIT:-unknown}")" \
+    "parts: ${parts[*]}"
+  say "$("$python" -c '
+import importlib.metadata, platform, torch
+for i in range(torch.cuda.device_count()):
+    print(f"GPU {i}: {torch.cuda.get_device_name(i)}, compute capability", "%d.%d" % torch.cuda.get_device_capability(i))
+nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ("none",)
+print(f"Python {platform.python_version()}, CUDA {torch.version.cuda}, NCCL", ".".join(map(str, nccl)))
+names = "torch", "bnb_fsdp", "bitsandbytes", "torchao", "flashoptim", "triton", "transformers", "accelerate", "peft"
+for name in names:
+    try:
+        print(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        print(name, "not installed")
+')"
+  say "driver: $(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
+fi
 
 for name in "${parts[@]}"; do
   case "$name" in
     tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider
-           part tests_distributed "$python" -m pytest -q tests_distributed/test_local_shards.py \
-             tests_distributed/test_dtensors.py tests_distributed/test_trust_sharded.py -p no:cacheprovider ;;
+           # As many ranks as there are GPUs run with NCCL, more of them with gloo on CPUs: see tests_distributed/ranks.py.
+           say "tests_distributed: up to $gpus ranks with NCCL, more with gloo"
+           for file in local_shards dtensors trust_sharded fsdp2_features contracts gradients_in_flight other_wrappers; do
+             part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider
+           done ;;
     parity) part bitwise_parity "$python" benchmarks/bitwise_parity.py --json "$output/bitwise_parity.json"
             part bitwise_parity_portable "$python" benchmarks/bitwise_parity.py --kernels portable \
               --json "$output/bitwise_parity_portable.json" ;;
@@ -64,7 +107,7 @@ for name in "${parts[@]}"; do
                  --json "$output/fsdp2_evidence_gpus_$count.json" --png "$output/fsdp2_evidence_gpus_$count.png"
              done
            else
-             echo "== fsdp2: needs two GPUs, left out"
+             say "== fsdp2: needs two GPUs, left out"
            fi ;;
     checkpoints) # Ranks on as many GPUs as there are, saved at one number and resumed at another.
       worlds=(1)

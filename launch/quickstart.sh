@@ -23,6 +23,12 @@ else
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 1 ? cores / 2 : 1))}"
 fi
 
+began_in="$PWD"
 cd "$repo"
 say "torchrun --nproc_per_node=$ranks examples/peft_lora.py $*"
 "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" examples/peft_lora.py "$@"
+
+if [ "$python" = "$repo/.venv/bin/python" ] && [ "${VIRTUAL_ENV:-}" != "$repo/.venv" ]; then
+  [ "$began_in" = "$repo" ] && activate=.venv/bin/activate || activate="$repo/.venv/bin/activate"
+  say "to go on: source $activate"
+fi

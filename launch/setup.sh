@@ -14,12 +14,17 @@ trap 'echo; echo "interrupted" >&2; exit 130' INT
 
 # The default list of GPU architectures is for wheels that travel, and takes minutes to compile. AUTO is said too, as
 # the build folder remembers an earlier OFF.
+build_note=""
 if [ -z "${SKBUILD_CMAKE_DEFINE:-}" ]; then
   gpu="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u)" || gpu=""
   if [[ "$gpu" =~ ^[0-9]+$ ]]; then
     export SKBUILD_CMAKE_DEFINE="BNB_FSDP_CUDA=AUTO;BNB_FSDP_CUDA_ARCHITECTURES=$gpu"
+    command -v nvcc "${CUDACXX:-nvcc}" "${CUDA_PATH:-}/bin/nvcc" >/dev/null || build_note="there is a GPU but no nvcc on PATH, so that bnb_fsdp's \
+CUDA library cannot be compiled, and slower kernels will run. Put nvcc (CUDA 12.1 or newer) on PATH and run this again."
   elif [ -z "$gpu" ]; then
     export SKBUILD_CMAKE_DEFINE="${build_without_gpu:-BNB_FSDP_CUDA=OFF}"
+    [ -n "${build_without_gpu:-}" ] || build_note="nvidia-smi shows no GPU, so that bnb_fsdp is built without its CUDA \
+library (BNB_FSDP_CUDA=OFF). To build it all the same: SKBUILD_CMAKE_DEFINE=BNB_FSDP_CUDA=ON bash $0"
   fi
 fi
 
@@ -84,6 +89,10 @@ install_into() {
   local target="$1" constraints="$scratch/$2" torch
   shift 2
   cp "$repo/launch/$(basename "$constraints")" "$constraints"
+  if [[ " $*" == *" $repo["* ]] && [ -n "$build_note" ]; then
+    echo "note: $build_note"
+    build_note=""
+  fi
   # A torch that is there stays; the constraints' own version is for environments without one.
   if torch="$("$target" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null)"; then
     sed -i.bak '/^torch==/d' "$constraints"

@@ -21,7 +21,11 @@ if [ $# -lt 1 ] || [ -z "${HEAD:-}" ] || [ -z "${NODES:-}" ]; then
   exit 2
 fi
 python="${PYTHON:-python3}"
-gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
+if ! gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"; then
+  echo "error: $python cannot import torch. Activate the environment that has bnb_fsdp, such as the one that" >&2
+  echo "launch/quickstart.sh makes (source .venv/bin/activate), or name its interpreter: PYTHON=.venv/bin/python." >&2
+  exit 2
+fi
 processes="${PROCESSES:-$((gpus > 0 ? gpus : 1))}"
 cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"

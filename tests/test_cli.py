@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import Tensor
 
 import bnb_fsdp
 from bnb_fsdp import backends, cli
-from bnb_fsdp.backends import BucketKey, Slot, TorchBackend
+from bnb_fsdp.backends import BucketKey, Slot, TorchBackend, cuda, native
 from bnb_fsdp.rules import RULES, Hyper, Rule
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+RUN_USAGE = "usage: python -m bnb_fsdp run [-h] (script.py | -m MODULE) [arguments ...]"
 TESTS = len(RULES) * 2 * 3  # bits, dtypes
 ROOT = str(Path(bnb_fsdp.__file__).parent.parent)
 
@@ -66,12 +69,13 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     ("arguments", "fragments"),
     [
         (["docter"], ["docter", "doctor", "run"]),
-        (["run"], ["script", "-m MODULE"]),
-        (["run", "-m"], ["-m", "expected one argument"]),
-        (["run", "missing.py", "x"], ["missing.py", "no file", "-m"]),
-        (["run", "-m", "no_such_module.train"], ["no_such_module.train", "no module"]),
-        (["run", "-x", "train.py"], ["-x"]),
-        (["doctor", "--yaml"], ["--yaml"]),
+        (["run"], [RUN_USAGE, "script", "-m MODULE"]),
+        (["run", "-m"], [RUN_USAGE, "-m", "expected one argument"]),
+        (["run", "missing.py", "x"], [RUN_USAGE, "missing.py", "no file", "-m"]),
+        (["run", "-m", "no_such_module.train"], [RUN_USAGE, "no_such_module.train", "no module"]),
+        (["run", "-m", ".train"], [RUN_USAGE, "'.train'", "no module"]),
+        (["run", "-x", "train.py"], [RUN_USAGE, "-x"]),
+        (["doctor", "--yaml"], ["usage: python -m bnb_fsdp doctor [-h] [--json]", "--yaml"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0] in ("docter", "run", "doctor") else "",
 )
@@ -83,6 +87,63 @@ def test_a_usage_error_says_what_is_wrong_with_status_2(
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert all(fragment in error for fragment in fragments), error
+
+
+def nothing_to_run(folder: Path) -> dict[str, tuple[list[str], str]]:
+    """Command lines whose target exists, but has no __main__, and what the answer says of it."""
+    package = folder / "idle_tool"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (folder / "data").mkdir()
+    with zipfile.ZipFile(folder / "tool.zip", "w") as file:
+        file.writestr("train.py", "")
+    return {
+        "directory": (["data", "--lr", "1"], "'data' is a directory without __main__.py"),
+        "zip file": (["tool.zip"], "'tool.zip' is a zip file without __main__.py"),
+        "package": (["-m", "idle_tool", "x"], "'idle_tool' is a package without a module __main__"),
+    }
+
+
+@pytest.mark.parametrize("case", ["directory", "zip file", "package"])
+def test_what_has_no_main_is_not_run(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    clean_process: None,
+) -> None:  # fmt: skip
+    arguments, answer = nothing_to_run(tmp_path)[case]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", *arguments])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert answer in error and RUN_USAGE in error, error
+
+
+@pytest.mark.parametrize("kind", ["directory", "zip file"])
+def test_directories_and_zip_files_with_a_main_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    clean_process: None,
+) -> None:  # fmt: skip
+    program = "import sys; print('ran', sys.argv[1:])"
+    if kind == "directory":
+        (tmp_path / "tool").mkdir()
+        (tmp_path / "tool" / "__main__.py").write_text(program)
+    else:
+        with zipfile.ZipFile(tmp_path / "tool", "w") as file:  # as zipapp writes it, without a suffix
+            file.writestr("__main__.py", program)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "tool", "--lr"]) == 0
+    assert capsys.readouterr().out == "ran ['--lr']\n"
+
+
+def test_a_package_that_misses_another_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_process: None
+) -> None:
+    (tmp_path / "broken_tool").mkdir()
+    (tmp_path / "broken_tool" / "__init__.py").write_text("import no_such_dependency\n")
+    (tmp_path / "broken_tool" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        cli.main(["run", "-m", "broken_tool.train"])
 
 
 def test_no_command_prints_the_help_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,12 +264,157 @@ def test_doctor_says_why_a_library_is_missing(monkeypatch: pytest.MonkeyPatch, n
     report = cli._report("auto")
     assert report["libraries"][0]["error"] == "libcpu.so is not there. Build it."
     assert report["devices"][0]["backend"] == "torch"
+    assert "slow torch backend for cpu tensors: libcpu.so is not there." in report["devices"][0]["fallback"]
     assert report["ok"] is True
+    assert cli._verdict(report).startswith("works, but cpu uses the slow torch backend")
     report = cli._report("cpu")
     assert report["devices"][0]["backend"] == "none"
     assert "Build it" in report["devices"][0]["error"]
     assert report["ok"] is False
-    assert "no device can use the requested backend" in list(cli._text(report))
+    assert cli._verdict(report) == "no device can use the requested backend"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_probe: None) -> Iterator[None]:
+    """A machine with an NVIDIA GPU, torch for CUDA and no library for it; self-tests are left out."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(cli, "_devices", lambda: [CPU, GPU])
+    monkeypatch.setattr(cli, "_device_name", str)
+    monkeypatch.setattr(cli, "self_test", lambda backend, device: iter(()))
+    monkeypatch.setattr(backends, "_said", {"everything was said before"})
+    (tmp_path / "libbnb_fsdp_cpu.so").symlink_to(native.load("cpu").path)
+    monkeypatch.setenv(native.DIRECTORY_VARIABLE, str(tmp_path))
+    native.load.cache_clear()
+    cuda.library.cache_clear()
+    yield
+    native.load.cache_clear()
+
+
+def no_triton(device: torch.device) -> Any:
+    raise RuntimeError("Triton is missing.")
+
+
+REMEDY = "SKBUILD_CMAKE_DEFINE=BNB_FSDP_CUDA=ON pip install --force-reinstall --no-deps ."
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_doctor_is_not_content_with_a_gpu_without_its_library(
+    triton: bool, gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = types.SimpleNamespace(name="triton")
+    monkeypatch.setattr(backends, "_triton", (lambda device: taken) if triton else no_triton)
+    assert cli.main(["doctor"]) == cli.SLOW == 3
+    lines = capsys.readouterr().out.splitlines()
+    name, words = (
+        ("triton", "takes its Triton kernels")
+        if triton
+        else ("torch", "falls back to its slow torch backend")
+    )
+    place = lines.index(f"device cuda:0 (cuda:0): backend {name}")
+    assert f"bnb_fsdp {words} for cuda tensors: " in lines[place + 1]
+    assert "libbnb_fsdp_cuda.so is missing" in lines[place + 1]
+    assert REMEDY in lines[place + 1] and "nvcc (CUDA 12.1 or newer) on PATH" in lines[place + 1]
+    assert "C++ compiler" not in lines[place + 1]
+    assert lines[place - 1] == "device cpu (cpu): backend cpu"
+    library = next(line for line in lines if line.startswith("library cuda: "))
+    assert "cannot be used" in library and REMEDY in library
+    speed = "slower triton" if triton else "slow torch"
+    assert lines[-1] == f"works, but cuda:0 uses the {speed} backend: the reason is above"
+
+
+def test_doctors_json_has_the_reason_of_a_fallback(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backends, "_triton", no_triton)
+    assert cli.main(["doctor", "--json"]) == cli.SLOW
+    report = json.loads(capsys.readouterr().out)
+    cpu, gpu = report["devices"]
+    assert report["ok"] is True
+    assert cpu["fallback"] is None and "libbnb_fsdp_cuda.so is missing" in gpu["fallback"]
+    assert "And: Triton is missing." in gpu["fallback"]
+    assert [library["name"] for library in report["libraries"]] == ["cpu", "cuda"]
+
+
+def test_doctor_is_content_with_the_backend_that_was_asked_for(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BNB_FSDP_BACKEND", "torch")
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all is fine"
+
+
+def test_several_devices_that_fell_back_are_named_and_the_reason_is_said_once(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backends, "_triton", no_triton)
+    monkeypatch.setattr(cli, "_devices", lambda: [CPU, GPU, torch.device("cuda", 1)])
+    assert cli.main(["doctor"]) == cli.SLOW
+    out = capsys.readouterr().out
+    assert "works, but cuda:0, cuda:1 use the slow torch backend: the reason is above" in out
+    assert out.count("falls back to its slow torch backend for cuda") == 1
+
+
+def test_a_device_without_any_backend_is_status_1(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(device: torch.device) -> Any:
+        if device == CPU:
+            return TorchBackend()
+        raise ValueError("BNB_FSDP_CUDA_KERNELS='fast': choose auto or portable.")
+
+    monkeypatch.setattr(backends, "_native", refuses)
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "BNB_FSDP_CUDA_KERNELS='fast': choose auto or portable." in out
+    assert out.strip().endswith("cuda:0 cannot be used: the reason is above")
+
+
+@pytest.mark.parametrize(
+    ("version", "file", "names"),
+    [(None, False, ["cpu"]), ("13.0", False, ["cpu", "cuda"]), (None, True, ["cpu", "cuda"])],
+    ids=["neither", "torch for CUDA", "a file"],
+)
+def test_the_cuda_library_is_listed_where_there_is_use_for_it(
+    version: str | None, file: bool, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setenv(native.DIRECTORY_VARIABLE, str(tmp_path))
+    if file:
+        (tmp_path / "libbnb_fsdp_cuda.so").touch()
+    assert cli._library_names() == names
+
+
+def test_a_broken_cuda_library_has_its_own_remedy(tmp_path: Path) -> None:
+    (tmp_path / "libbnb_fsdp_cuda.so").write_bytes(b"not a library")
+    with pytest.raises(native.LibraryError) as caught:
+        native.NativeLibrary(tmp_path / "libbnb_fsdp_cuda.so")
+    assert "cannot be loaded" in str(caught.value) and REMEDY in str(caught.value)
+
+
+def test_the_remedy_names_the_compiler_that_cmake_asks_for() -> None:
+    rules = Path(ROOT, "bnb_fsdp", "csrc", "cuda", "CMakeLists.txt")
+    if not rules.exists():
+        pytest.skip("needs the sources")
+    [least] = re.findall(
+        r"CMAKE_CUDA_COMPILER_VERSION VERSION_LESS (\d+\.\d+)\)\n +message\(FATAL", rules.read_text()
+    )
+    assert f"nvcc (CUDA {least} or newer)" in native._remedy(Path("libbnb_fsdp_cuda.so"))
+
+
+def test_doctor_shows_the_versions_before_it_has_looked_at_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+
+    def look() -> Any:
+        printed.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_devices", look)
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["doctor"])
+    assert f"torch         {torch.__version__}" in printed[0]
 
 
 def test_doctor_refuses_an_unknown_backend(

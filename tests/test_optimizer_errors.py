@@ -92,6 +92,30 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: AdamW8bit([("w", parameter(8))], overrides={"w": {"min_8bit_size": "big"}}),  # type: ignore[dict-item]
         ("overrides['w']", "min_8bit_size='big'", "integer"),
     ),
+    "override without a key": (
+        lambda: AdamW8bit([("w", parameter(8))], overrides={"w": 32}),  # type: ignore[dict-item]
+        ("overrides['w']=32", "{'optim_bits': 32}", "optim_bits, min_8bit_size"),
+    ),
+    "override by a set": (
+        lambda: AdamW8bit([("w", parameter(8))], overrides={"w": {"optim_bits"}}),  # type: ignore[dict-item]
+        ("overrides['w']={'optim_bits'}", "mapping"),
+    ),
+    "override of lr and of a number": (
+        lambda: AdamW8bit([("w", parameter(8))], overrides={"w": {1: 2, "lr": 1}}),  # type: ignore[dict-item]
+        ("overrides['w']", "unknown key 1", "optim_bits, min_8bit_size"),
+    ),
+    "overrides in a list": (
+        lambda: AdamW8bit([("w", parameter(8))], overrides=["w"]),  # type: ignore[arg-type]
+        ("overrides=['w']", "{'*.embed_tokens.weight': {'optim_bits': 32}}"),
+    ),
+    "overrides in a word": (
+        lambda: AdamW8bit([("w", parameter(8))], overrides="w"),  # type: ignore[arg-type]
+        ("overrides='w'", "{'*.embed_tokens.weight': {'optim_bits': 32}}"),
+    ),
+    "an empty list of overrides": (
+        lambda: AdamW8bit([("w", parameter(8))], overrides=[]),  # type: ignore[arg-type]
+        ("overrides=[]", "{'*.embed_tokens.weight': {'optim_bits': 32}}"),
+    ),
     "override by position": (
         lambda: AdamW8bit([parameter(8)], overrides={0: {"optim_bits": 32}}),  # type: ignore[dict-item]
         ("overrides", "0", "pattern"),
@@ -140,6 +164,32 @@ def test_names_create_every_class() -> None:
         assert name.replace("paged_", "paged") == "bnb_fsdp_" + type(optimizer).__name__.lower()
     with pytest.raises(ValueError, match=r"bnb_fsdp_adamw9bit.*bnb_fsdp_adamw8bit"):
         bnb_fsdp.create_optimizer("bnb_fsdp_adamw9bit", [parameter(8)])
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("AdamW8bit", "'bnb_fsdp_adamw8bit'"),
+        ("adamw8bit", "'bnb_fsdp_adamw8bit'"),
+        ("bnb_fsdp_AdamW8bit", "'bnb_fsdp_adamw8bit'"),
+        ("PagedAdamW8bit", "'bnb_fsdp_paged_adamw8bit'"),
+        ("paged_adamw8bit", "'bnb_fsdp_paged_adamw8bit'"),
+        ("bnb_fsdp_pagedlion", "'bnb_fsdp_paged_lion'"),
+        ("bnb_fsdp_lio8bit", "'bnb_fsdp_lion8bit'"),
+        ("adamw_bnb_8bit", "'bnb_fsdp_adamw8bit'"),
+        ("quasi-newton", None),
+        (None, None),
+        (["bnb_fsdp_adamw"], None),
+    ],
+    ids=str,
+)
+def test_an_unknown_name_is_answered_with_what_was_meant(name: Any, meant: str | None) -> None:
+    with pytest.raises(ValueError) as caught:
+        bnb_fsdp.optimizer_class(name)
+    start, _, choices = str(caught.value).partition("hoose one of ")
+    assert start.startswith(f"unknown optimizer {name!r}; ")
+    assert choices == ", ".join(bnb_fsdp.optimizer_names()) + "."
+    assert start.partition("; ")[2].startswith(f"did you mean {meant}" if meant else "c")
 
 
 def other_shape(p: nn.Parameter) -> None:

@@ -1,7 +1,7 @@
 """Breaks each contract of the package on purpose, in a copy, and looks whether the distributed test of it fails.
 
     python tests_distributed/break_contracts.py --json benchmarks/results/broken_contracts.json
-    python tests_distributed/break_contracts.py --only 4 Partial     # contract 4, and what has "Partial" in its text
+    python tests_distributed/break_contracts.py --only 4 Partial   # contract 4, and "Partial" in a text or a test
 
 No test itself (pytest does not collect it), and it never edits the tree. First the unbroken copy must pass all the
 tests; then for each breakage of `BREAKAGES` one fresh copy is edited and its test run there, with the native libraries
@@ -49,6 +49,7 @@ CHECKPOINTS = "tests_distributed/test_checkpoints.py::"
 SAVING = "tests_distributed/test_save_checkpoint.py::"
 FOREIGN = "tests_distributed/test_interchange_sharded.py::"
 EQUAL = LOCAL + "test_shard_equals_plain_local_tensor_bit_for_bit"
+FEATURES = "tests_distributed/test_fsdp2_features.py::test_a_step_is_that_of_the_plain_local_tensor"
 NO_OPERATOR = DTENSORS + "test_a_step_runs_no_dtensor_operator_and_no_collective"
 PLACEMENTS = DTENSORS + "test_other_placements_and_plain_tensors_in_one_optimizer_step_as_plain_ones"
 DRIFT = CHECKPOINTS + "test_ten_saves_at_changing_numbers_of_ranks_do_not_drift"
@@ -217,6 +218,11 @@ BREAKAGES = [
         "        for dim in range(mesh.ndim)\n        if mesh.size(dim) > 1",
         "        for dim in range(1)\n        if mesh.size(dim) > 1",
     ),
+    breakage(
+        3, "a gradient whose collective is in flight is not waited for",
+        "tests_distributed/test_gradients_in_flight.py::test_gradients_in_flight_are_waited_for", "sharding.py",
+        "        return shard.wait()\n", "        return shard.elem\n",
+    ),
     # 4: step()
     breakage(
         4, "a step has an all-reduce", NO_OPERATOR, "optim/plan.py", "            self._check(hypers)\n",
@@ -254,6 +260,11 @@ BREAKAGES = [
         TRUST + "test_sums_count_every_element_once_and_are_the_same_on_every_rank[world4]", "sharding.py",
         "        weights.append(float(all(coordinate[dim] == 0 for dim in copies)))\n",
         "        weights.append(1.0)\n",
+    ),
+    breakage(
+        4, "norms are added over all ranks, not those of the parameter's mesh alone",
+        FEATURES + "[norms of experts by DTensor, LAMB32bit]", "sharding.py",
+        "    if len(cut) > 1 and mesh.size() == dist.get_world_size():\n", "    if cut:\n",
     ),
     # 5: bad gradients
     breakage(
@@ -547,10 +558,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def chosen(only: Sequence[str]) -> list[Breakage]:
+    """Those of the contracts whose numbers are given, and those with one of the other words in their text or test."""
+    numbers = {int(word) for word in only if word.isdecimal()}
+    words = [word for word in only if not word.isdecimal()]
     return [
         b
         for b in BREAKAGES
-        if not only or any(w == str(b.contract) or w in f"{b.what} {b.test}" for w in only)
+        if not only or b.contract in numbers or any(word in f"{b.what} {b.test}" for word in words)
     ]
 
 
@@ -569,12 +583,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument(
-        "--only", nargs="+", default=[], help="numbers of contracts, or parts of a breakage's text"
+        "--only",
+        nargs="+",
+        default=[],
+        help="numbers of contracts, or parts of a breakage's text or test",
     )
     options = parser.parse_args()
+    unknown = [word for word in options.only if not chosen([word])]
+    if unknown:
+        numbers = ", ".join(map(str, CONTRACTS))
+        parser.error(
+            f"--only {' '.join(unknown)}: no such breakage; contracts are {numbers}, else give a part of a text"
+        )
     breakages = chosen(options.only)
-    if not breakages:
-        parser.error(f"--only {' '.join(options.only)}: no such breakage")
     start = time.monotonic()
     rows = []
     with tempfile.TemporaryDirectory() as folder:  # the tree may change meanwhile

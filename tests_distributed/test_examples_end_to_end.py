@@ -18,7 +18,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 load_file = pytest.importorskip("safetensors.torch").load_file
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parent / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -94,12 +95,33 @@ def test_peft_lora_in_one_process_and_again_in_the_same_folder(tmp_path: Path) -
     assert number(loss, first) == number(loss, second), "the same seed gave another result"
 
 
-def test_trainer_lora_on_two_ranks(tmp_path: Path) -> None:
-    output = run(
-        *TORCHRUN, str(EXAMPLES / "trainer_lora.py"), "--model=tiny", "--steps=20", f"--output={tmp_path}"
-    )
-    assert "parallel: NO FSDP: accelerate cannot shard on a CPU, so this is DDP" in output
-    check(output, tmp_path)
+# The example as it is on GPUs: it asks for one before it shards, and accelerate does not shard on CPUs by itself.
+SHARDED = f"""\
+import sys
+
+sys.path[:0] = {[str(HERE), str(EXAMPLES)]}
+import cpu_fsdp_shim
+import trainer_lora
+
+trainer_lora.shards = lambda process: process.world > 1
+trainer_lora.main()
+"""
+
+
+@pytest.mark.parametrize("parallel", ["DDP", "FSDP2"])
+def test_trainer_lora_on_two_ranks(tmp_path: Path, parallel: str) -> None:
+    script, adapter = EXAMPLES / "trainer_lora.py", tmp_path / "adapter"
+    if parallel == "FSDP2":
+        script = tmp_path / "sharded.py"
+        script.write_text(SHARDED)
+    output = run(*TORCHRUN, str(script), "--model=tiny", "--steps=20", f"--output={adapter}")
+    if parallel == "FSDP2":
+        assert "parallel: FSDP2 through accelerate" in output and "NO FSDP" not in output
+        assert "[Shard(dim=0)]" in output
+    else:
+        assert "parallel: NO FSDP: accelerate cannot shard on a CPU, so this is DDP" in output
+        assert "[Shard(dim=0)]" not in output
+    check(output, adapter)
 
 
 # --- every parameter trained ------------------------------------------------------------------------------

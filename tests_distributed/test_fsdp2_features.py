@@ -9,6 +9,7 @@ such a step with the rules). LAMB, whose norms are of whole tensors, has a twin 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import traceback
 from collections.abc import Callable, Iterable
@@ -23,7 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import bnb_fsdp
 
@@ -322,6 +328,8 @@ def tied_weights() -> list[str]:
 
 def compiled(backend: str) -> list[str]:
     """Blocks compiled before they are sharded, and the whole model wrapped; the optimizer has the wrapper's names."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of this process: another case may have compiled
     plain = shard(blocks())
     model = blocks()
     for block in model:
@@ -379,49 +387,66 @@ def without_gradient() -> list[str]:
     return problems + checked.report(losses, 6)
 
 
-def clip(parameters: list[Any], max_norm: float) -> Tensor:
-    """As `clip_grad_norm_`, which refuses parameters of several meshes: a norm for each mesh, and that of the norms."""
-    by_mesh: dict[Any, list[Any]] = {}
+def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """As `clip_grad_norm_`, which refuses parameters of several meshes: a norm for each mesh, and that of the norms.
+
+    Plain parameters are a group of their own; their gradients have to be the same on every rank.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
     for p in parameters:
-        by_mesh.setdefault(p.device_mesh, []).append(p)
-    norms = [nn.utils.get_total_norm([p.grad for p in those]).full_tensor() for those in by_mesh.values()]
-    total = torch.stack(norms).norm()
+        if p.grad is not None:
+            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    norms = []
+    for those in by_mesh.values():
+        norm = nn.utils.get_total_norm([p.grad for p in those if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = nn.utils.get_total_norm(norms)
     for those in by_mesh.values():
         nn.utils.clip_grads_with_norm_(those, max_norm, total)
     return total
 
 
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
 def clipping(meshes: int) -> list[str]:
     """The norm is that of the whole gradient, and the step is that of the clipped one."""
     model, problems = blocks(), []
+    plain: list[nn.Parameter] = []
     if meshes == 2:
         square = init_device_mesh(ranks.device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(model[0], mesh=square)
+        plain = [nn.Parameter(torch.full((5000,), 0.005, device=ranks.device()))]
     else:
         fully_shard(model[0])
     fully_shard(model[1])
-    checked = Checked(fully_shard(model).parameters())
+    checked = Checked([*fully_shard(model).parameters(), *plain])
+    unused = nn.Parameter(torch.ones(7, device=ranks.device()))
     losses = []
     for _ in range(STEPS):
         loss = loss_of(model, batch())
         loss.backward()
+        for p in plain:
+            p.square().sum().backward()
         losses.append(float(loss))
-        gradients = [p.grad.full_tensor() for p in checked.parameters]
-        wanted = torch.cat([g.flatten() for g in gradients]).norm()
+        gradients = [whole(p.grad) for p in checked.parameters]
+        wanted = torch.cat([g.flatten() for g in gradients]).double().norm().float()
         if meshes == 1:
             total = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.05).full_tensor()
         else:
-            total = clip(checked.parameters, 0.05)
-        if not torch.allclose(total, wanted, rtol=1e-5):
+            total = clip([*checked.parameters, unused], 0.05)
+        if isinstance(total, DTensor) or not torch.allclose(total, wanted, rtol=1e-5):
             problems.append(f"norm {float(total)}, expected {float(wanted)}")
         factor = 0.05 / (float(wanted) + 1e-6)
         for p, g in zip(checked.parameters, gradients):
-            if not torch.allclose(p.grad.full_tensor(), g * factor, rtol=1e-4, atol=1e-8):
+            if not torch.allclose(whole(p.grad), g * factor, rtol=1e-4, atol=1e-8):
                 problems.append("a gradient was not clipped")
         if factor >= 1:
             problems.append("there was nothing to clip")
         checked.step()
-    if len({p.device_mesh for p in checked.parameters}) != meshes:
+    found = {p.device_mesh if isinstance(p, DTensor) else None for p in checked.parameters}
+    if len(found) != meshes + len(plain):
         problems.append("meshes are not as many as meant")
     return problems + checked.report(losses)
 
@@ -463,10 +488,9 @@ class Mixture(nn.Module):
 
 
 class Experts(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.zeros(WIDTH, device=weight.device))
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
@@ -479,12 +503,14 @@ def mixture(as_dtensor: bool) -> nn.Module:
     line = init_device_mesh(device.type, (4,))
     square = init_device_mesh(device.type, (2, 2), mesh_dim_names=("shard", "expert"))
     torch.manual_seed(0)
-    weight = (0.02 * torch.randn(6, WIDTH, WIDTH)).to(device)
+    column = square.get_local_rank("expert")
+    weight, bias = (0.02 * torch.randn(6, WIDTH, WIDTH)).to(device), (0.02 * torch.randn(WIDTH)).to(device)
     weight[3:] *= 4  # or a norm over both columns would hardly differ
+    bias *= 4**column  # each column's own in both cases: the weight's mesh by DTensor is all ranks
     if as_dtensor:
-        experts = Experts(distribute_tensor(weight, square["expert"], [Shard(0)]))
+        experts = Experts(distribute_tensor(weight, square["expert"], [Shard(0)]), bias)
     else:
-        experts = Experts(weight.chunk(2)[square.get_local_rank("expert")].clone())
+        experts = Experts(weight.chunk(2)[column].clone(), bias)
     model = Mixture(experts).to(device)
     fully_shard(model.experts, mesh=square["shard"])
     fully_shard(model.block, mesh=line)
@@ -530,14 +556,21 @@ def norms_on_another_mesh(as_dtensor: bool) -> list[str]:
     return problems
 
 
-def tensor_parallel(kind: str) -> list[str]:
-    """fully_shard over column- and row-parallel layers; the four ranks hold parts of one model."""
-    mesh = init_device_mesh(ranks.device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+def tensor_parallel(kind: str, data_parallel: int) -> list[str]:
+    """Column- and row-parallel layers, alone on two ranks or under fully_shard; all ranks hold parts of one model."""
+    mesh = init_device_mesh(ranks.device().type, (data_parallel, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 130), nn.ReLU(), nn.Linear(130, WIDTH)).to(ranks.device())
     twin = copy.deepcopy(model)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
+    wanted = {"(Shard(dim=0),)", "(Shard(dim=1),)", "(Replicate(),)"}
+    if data_parallel > 1:
+        fully_shard(model, mesh=mesh["dp"])
+        wanted = {
+            "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
+            "(Shard(dim=0), Shard(dim=1))",
+            "(Shard(dim=0), Replicate())",
+        }
     checked = Checked(model.parameters(), kind)
     before = loss_of(twin, batch(same_on=2)).detach()
     losses = train(model, checked, 12, same_on=2)
@@ -545,14 +578,54 @@ def tensor_parallel(kind: str) -> list[str]:
     if abs(losses[0] - float(before)) > 1e-4:
         problems.append(f"first loss {losses[0]}, of the whole model {float(before)}")
     found = {str(p.placements) for p in checked.parameters}
-    wanted = (
-        "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
-        "(Shard(dim=0), Shard(dim=1))",
-        "(Shard(dim=0), Replicate())",
-    )
-    if found != set(wanted):
+    if found != wanted:
         problems.append(f"placements {found}")
     return problems
+
+
+def sequence_parallel(remedy: str) -> list[str]:
+    """A norm over rows that are shared out: its gradient is a partial sum, refused until it is added up."""
+    mesh = init_device_mesh(ranks.device().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 130), nn.ReLU(), nn.Linear(130, WIDTH))
+    twin = copy.deepcopy(model.to(ranks.device()))
+    plan = {
+        "0": SequenceParallel(sequence_dim=0),
+        "1": ColwiseParallel(input_layouts=Shard(0)),
+        "3": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    if remedy == "fully_shard over one rank":
+        fully_shard(model, mesh=mesh["dp"])
+    checked = Checked(model.parameters())
+    x, y = batch(same_on=2)
+    rows = (x.chunk(2)[dist.get_rank()], y.chunk(2)[dist.get_rank()])
+    losses, problems = [], []
+    for step in range(12):
+        loss = loss_of(model, rows) / 2
+        loss.backward()
+        if remedy == "gradients redistributed":
+            partial = [p for p in checked.parameters if p.grad.placements != p.placements]
+            if len(partial) != 2 or not all(g.is_partial() for p in partial for g in p.grad.placements):
+                problems.append(f"step {step}: {len(partial)} gradients of other placements")
+            try:
+                checked.optimizer.step()
+                problems.append(f"step {step}: a partial gradient was accepted")
+            except ValueError as error:
+                if "the gradient is DTensor [Partial(sum)], the parameter DTensor [Replicate()]" not in str(
+                    error
+                ):
+                    problems.append(str(error))
+            for p in partial:
+                p.grad = p.grad.redistribute(placements=p.placements)
+        if step == 0:
+            loss_of(twin, (x, y)).backward()
+            for p, q in zip(checked.parameters, twin.parameters()):
+                if not torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-3, atol=1e-6):
+                    problems.append("gradients are not those of the whole model")
+        losses.append(float(loss))
+        checked.step()
+    return problems + checked.report(losses, 12)
 
 
 Case = tuple[Callable[..., list[str]], tuple[Any, ...]]
@@ -574,8 +647,12 @@ CASES: dict[int, dict[str, Case]] = {
         "tied weights": (tied_weights, ()),
         "compile eager": (compiled, ("eager",)),
         "compile aot_eager": (compiled, ("aot_eager",)),
+        "compile inductor": (compiled, ("inductor",)),
         "no gradient on some steps": (without_gradient, ()),
         "clip_grad_norm_": (clipping, (1,)),
+        "tensor parallel alone, AdamW8bit": (tensor_parallel, ("AdamW8bit", 1)),
+        "sequence parallel, gradients redistributed": (sequence_parallel, ("gradients redistributed",)),
+        "sequence parallel, fully_shard over one rank": (sequence_parallel, ("fully_shard over one rank",)),
     },
     4: {
         "clipping over two meshes": (clipping, (2,)),
@@ -586,8 +663,8 @@ CASES: dict[int, dict[str, Case]] = {
         "experts by hand, Lion8bit": (experts_on_another_mesh, ("Lion8bit", False)),
         "norms of experts by DTensor, LAMB32bit": (norms_on_another_mesh, (True,)),
         "norms of experts by hand, LAMB32bit": (norms_on_another_mesh, (False,)),
-        "tensor parallel, AdamW8bit": (tensor_parallel, ("AdamW8bit",)),
-        "tensor parallel, Lion8bit": (tensor_parallel, ("Lion8bit",)),
+        "tensor parallel, AdamW8bit": (tensor_parallel, ("AdamW8bit", 2)),
+        "tensor parallel, Lion8bit": (tensor_parallel, ("Lion8bit", 2)),
     },
 }
 
@@ -629,8 +706,9 @@ def test_every_row_of_the_support_tables_names_tests_that_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[int, list[dict[str, list[str]]]]:
-    return {world: ranks.run(world, everything, world) for world in CASES}
+def results() -> Callable[[int], list[dict[str, list[str]]]]:
+    """What every rank found at a number of ranks, which are run when a test first asks."""
+    return functools.cache(lambda world: ranks.run(world, everything, world))
 
 
 @pytest.mark.parametrize(
@@ -638,7 +716,7 @@ def results() -> dict[int, list[dict[str, list[str]]]]:
     [pytest.param(world, case, id=case) for world, cases in CASES.items() for case in cases],
 )
 def test_a_step_is_that_of_the_plain_local_tensor(
-    results: dict[int, list[dict[str, list[str]]]], world: int, case: str
+    results: Callable[[int], list[dict[str, list[str]]]], world: int, case: str
 ) -> None:
-    for rank, result in enumerate(results[world]):
+    for rank, result in enumerate(results(world)):
         assert result[case] == [], f"rank {rank}"

@@ -7,6 +7,8 @@ with bitsandbytes), it is a plain tensor with the local values and state, steppe
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +24,35 @@ from bnb_fsdp import rules
 
 STEPS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OPTIMIZERS = {
-    "AdamW8bit": dict(lr=1e-2, weight_decay=0.1),
-    "AdamW32bit": dict(lr=1e-2, weight_decay=0.1),
-    "Lion8bit": dict(lr=1e-3, weight_decay=0.1),
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW8bit": dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1),
+    "AdamW32bit": dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1),
+    "Lion8bit": dict(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
+}
+# The others, with fewer shapes. LAMB and LARS, which need norms of whole tensors, are in test_trust_sharded.py.
+FAMILY: dict[str, dict[str, Any]] = {
+    name + bits: settings
+    for name, settings in {
+        "Adam": dict(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+        "SGD": dict(lr=1e-2, momentum=0.8, weight_decay=0.1),
+        "RMSprop": dict(lr=1e-2, alpha=0.8, eps=1e-6, weight_decay=0.1),
+        "Adagrad": dict(lr=1e-2, eps=1e-6, weight_decay=0.1),
+        # alpha grows by one a step
+        "AdEMAMix": dict(lr=1e-2, betas=(0.8, 0.95, 0.99), alpha=8.0, t_alpha=8, eps=1e-6, weight_decay=0.1),
+    }.items()
+    for bits in ("8bit", "32bit")
+} | {"Lion32bit": dict(lr=1e-3, betas=(0.8, 0.95), weight_decay=0.1)}
+RULES = {
+    "Adam": rules.ADAM,
+    "AdamW": rules.ADAM,
+    "Lion": rules.LION,
+    "SGD": rules.MOMENTUM,
+    "RMSprop": rules.RMSPROP,
+    "Adagrad": rules.ADAGRAD,
+    "AdEMAMix": rules.ADEMAMIX,
 }
 WORLDS = (1, 2, 4)
+Results = Callable[[int], list[Any]]
 
 # Rows of a multiple of 256 elements: blocks do not depend on the number of ranks.
 ALIGNED_SHAPES = [(64, 512), (7, 1024), (3, 1792), (16, 256), (15, 256)]
@@ -48,14 +73,19 @@ def shapes(world: int) -> list[tuple[int, ...]]:
     return around_blocks + around_threshold + uneven_and_empty + ALIGNED_SHAPES
 
 
+def few_shapes(world: int) -> list[tuple[int, ...]]:
+    """Whole blocks and a partial one, both sides of 4,096, rows across blocks, empty shards."""
+    return [(world * 256,), (world * 257,), (4095,), (world * 2049,), (3, 1700), (1, 5000), (5,)]
+
+
 class Weighted(nn.Module):
     """sum(parameter * weight): the gradient of each parameter is its weight, whatever the number of ranks."""
 
-    def __init__(self, world: int, dtype: torch.dtype) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         super().__init__()
         self.tensors = nn.ParameterList(
             nn.Parameter((torch.randn(shape, generator=torch.Generator().manual_seed(index)) * 0.1).to(dtype))
-            for index, shape in enumerate(shapes(world))
+            for index, shape in enumerate(shapes)
         )
 
     def forward(self, step: int) -> Tensor:
@@ -70,22 +100,26 @@ class Weighted(nn.Module):
         return total
 
 
+def settings(name: str) -> dict[str, Any]:
+    return (OPTIMIZERS | FAMILY)[name]
+
+
 def expected_step(
-    optimizer: Any, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    name: str, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Parameter and state after one step of the rules, from clones of the local tensors."""
-    group = optimizer.param_groups[0]
-    beta1, beta2 = group["betas"]
-    hyper = rules.Hyper(
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        eps=group.get("eps", 0.0),
-        weight_decay=group["weight_decay"],
-    )
-    rule = rules.ADAM if "Adam" in type(optimizer).__name__ else rules.LION
-    names = ["state1", "state2"][: len(rule.signed)]
+    given = settings(name)
+    rule = RULES[name.removesuffix("32bit").removesuffix("8bit")]
     step = int(state["step"]) + 1
+    rates = given.get("betas") or (given.get("momentum") or given.get("alpha") or 0.0,)
+    hyper = rules.Hyper(
+        lr=given["lr"],
+        eps=given.get("eps", 0.0),
+        weight_decay=given["weight_decay"],
+        alpha=float(step),  # AdEMAMix: see FAMILY
+    )
+    hyper = hyper._replace(**dict(zip(("beta1", "beta2", "beta3"), rates)))
+    names = ["state1", "state2", "state3"][: len(rule.signed)]
     flat = [state[name].flatten() for name in names]
     p, g = parameter.flatten(), gradient.flatten()
     result = {"step": torch.tensor(float(step))}
@@ -100,15 +134,12 @@ def expected_step(
     return {**result, "parameter": new.view(parameter.shape)}
 
 
-def plain_step(
-    optimizer: Any, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def plain_step(name: str, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Parameter and state after one step of a plain tensor on this rank's GPU, from clones of the local tensors."""
     plain = nn.Parameter(parameter.to(ranks.device()))
     plain.grad = gradient.to(ranks.device())
-    kind = type(optimizer)
     minimum = 0 if "absmax1" in state else 2**62
-    other = kind([plain], **OPTIMIZERS[kind.__name__], min_8bit_size=minimum)
+    other = getattr(bnb_fsdp, name)([plain], **settings(name), min_8bit_size=minimum)
     other.state[plain] = {
         name: value.clone() if name == "step" else value.to(ranks.device()) for name, value in state.items()
     }
@@ -125,11 +156,11 @@ def different(actual: Tensor, expected: Tensor) -> int:
     return int((as_bytes[0] != as_bytes[1]).sum())
 
 
-def check_case(world: int, dtype_name: str, optimizer_name: str) -> dict[str, Any]:
+def check_case(shapes: list[tuple[int, ...]], dtype_name: str, optimizer_name: str) -> dict[str, Any]:
     """Train for some steps; mismatches by place, and what other world sizes must reproduce."""
-    model = Weighted(world, DTYPES[dtype_name]).to(ranks.device())
+    model = Weighted(shapes, DTYPES[dtype_name]).to(ranks.device())
     fully_shard(model)
-    optimizer = getattr(bnb_fsdp, optimizer_name)(model.parameters(), **OPTIMIZERS[optimizer_name])
+    optimizer = getattr(bnb_fsdp, optimizer_name)(model.parameters(), **settings(optimizer_name))
     mismatches: list[str] = []
     checked = 0
     previous: list[dict[str, Tensor]] = []
@@ -153,7 +184,7 @@ def check_case(world: int, dtype_name: str, optimizer_name: str) -> dict[str, An
                     start.update({n.replace("state", "absmax"): torch.zeros(count) for n in names})
                 previous.append({**start, "step": torch.zeros(())})
             oracle = plain_step if ranks.device().type == "cuda" else expected_step
-            expected = oracle(optimizer, *before[index], previous[index])
+            expected = oracle(optimizer_name, *before[index], previous[index])
             actual = {name: tensor.cpu() for name, tensor in (*state.items(), ("parameter", p.to_local()))}
             if set(actual) != set(expected):
                 mismatches.append(
@@ -190,40 +221,60 @@ def check_case(world: int, dtype_name: str, optimizer_name: str) -> dict[str, An
 def check_all(world: int) -> dict[tuple[str, str], dict[str, Any]]:
     """Every dtype and optimizer, on this rank."""
     assert dist.get_world_size() == world
-    return {(d, o): check_case(world, d, o) for d in DTYPES for o in OPTIMIZERS}
+    found = {(d, o): check_case(shapes(world), d, o) for d in DTYPES for o in OPTIMIZERS}
+    return found | {(d, o): check_case(few_shapes(world), d, o) for d in DTYPES for o in FAMILY}
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[int, list[Any]]:
-    return {world: ranks.run(world, check_all, world) for world in WORLDS}
+def results() -> Results:
+    """What every rank found at a number of ranks, which are run when a test first asks."""
+    return functools.cache(lambda world: ranks.run(world, check_all, world))
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"world{world}")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_shard_equals_plain_local_tensor_bit_for_bit(
-    results: dict[int, list[Any]], world: int, dtype: str, optimizer: str
+    results: Results, world: int, dtype: str, optimizer: str
 ) -> None:
-    for rank, result in enumerate(results[world]):
+    for rank, result in enumerate(results(world)):
         case = result[(dtype, optimizer)]
         assert case["mismatches"] == [], f"rank {rank}"
         assert case["checked"] >= STEPS * len(shapes(world)) * 3
 
 
-def test_shards_meet_the_boundaries_they_are_meant_to(results: dict[int, list[Any]]) -> None:
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"world{world}")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_every_other_optimizer_steps_shards_as_plain_local_tensors(
+    results: Results, world: int, dtype: str, optimizer: str
+) -> None:
+    sizes = set()
+    for rank, result in enumerate(results(world)):
+        case = result[(dtype, optimizer)]
+        assert case["mismatches"] == [], f"rank {rank}"
+        assert case["checked"] >= STEPS * len(few_shapes(world)) * 3
+        for shape, kind in case["kinds"].items():
+            eight = optimizer.endswith("8bit") and torch.Size(shape).numel() >= 4096
+            assert kind == (torch.uint8 if eight else torch.float32), shape
+        sizes |= set(case["local"])
+    assert (0 in sizes) == (world > 1)
+
+
+def test_shards_meet_the_boundaries_they_are_meant_to(results: Results) -> None:
     for world in WORLDS:
-        sizes = {n for result in results[world] for n in result[("float32", "AdamW8bit")]["local"]}
+        sizes = {n for result in results(world) for n in result[("float32", "AdamW8bit")]["local"]}
         assert {255, 256, 257, 4095, 4096, 4097} <= sizes
-    assert any(0 in result[("float32", "AdamW8bit")]["local"] for result in results[4])
+    assert any(0 in result[("float32", "AdamW8bit")]["local"] for result in results(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bit_width_is_that_of_the_global_parameter_on_every_rank(
-    results: dict[int, list[Any]], dtype: str, optimizer: str
+    results: Results, dtype: str, optimizer: str
 ) -> None:
     for world in WORLDS:
-        for result in results[world]:
+        for result in results(world):
             for shape, kind in result[(dtype, optimizer)]["kinds"].items():
                 eight = optimizer.endswith("8bit") and torch.Size(shape).numel() >= 4096
                 assert kind == (torch.uint8 if eight else torch.float32), (world, shape)
@@ -232,11 +283,11 @@ def test_bit_width_is_that_of_the_global_parameter_on_every_rank(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_parameters_and_codes_of_aligned_rows_are_equal_at_every_world_size(
-    results: dict[int, list[Any]], dtype: str, optimizer: str
+    results: Results, dtype: str, optimizer: str
 ) -> None:
     references: dict[str, Any] = {}  # a machine with few GPUs runs the larger worlds on its CPU
     for world in WORLDS:
-        case = results[world][0][(dtype, optimizer)]
+        case = results(world)[0][(dtype, optimizer)]
         assert set(case["aligned"]) == set(ALIGNED_SHAPES)
         reference = references.setdefault(case["device"], case["aligned"])
         for shape, tensors in case["aligned"].items():

@@ -37,8 +37,9 @@ def use_native_kernels() -> NativeKernels:
     (upstream's kernel overlaps the rows unless the size is a multiple of 256), so that a run of AdEMAMix8bit should
     use one kind of kernels from its first step.
 
-    Raises RuntimeError if bitsandbytes is missing or of a version not in `SUPPORTED_VERSIONS`, or if the CUDA library
-    is missing or has no kernels for one of the devices; nothing is changed then. Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2050.
+    Raises RuntimeError if bitsandbytes is missing or of a version not in `SUPPORTED_VERSIONS`, if the CUDA library is
+    missing or has no kernels for one of the devices, or if torch is not built for CUDA; nothing is changed then.
+    Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2050.
     """
     global _active
     if _active is None:
@@ -54,6 +55,10 @@ class NativeKernels:
         from ..backends import cuda
 
         cuda.library()  # a missing library, or one without kernels for a device, shows before anything is changed
+        if torch.version.cuda is None:
+            raise RuntimeError(
+                f"use_native_kernels() needs a torch that is built for CUDA, but {torch.__version__} is installed."
+            )
         for index in range(torch.cuda.device_count()):
             cuda.check_device(torch.device("cuda", index))
         self._upstream_sync = self._optimizer_module.sync_gpu
