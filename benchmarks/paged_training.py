@@ -94,6 +94,7 @@ CHOICES = {
     "PagedAdamW8bit auto": Choice(lambda ps: bnb_fsdp.PagedAdamW8bit(ps, lr=LR, residency="auto"), 8),
     "PagedAdamW8bit host": Choice(lambda ps: bnb_fsdp.PagedAdamW8bit(ps, lr=LR, residency="host"), 8),
     "AdamW32bit": Choice(lambda ps: bnb_fsdp.AdamW32bit(ps, lr=LR), 32),
+    "PagedAdamW32bit auto": Choice(lambda ps: bnb_fsdp.PagedAdamW32bit(ps, lr=LR, residency="auto"), 32),
     "PagedAdamW32bit host": Choice(lambda ps: bnb_fsdp.PagedAdamW32bit(ps, lr=LR, residency="host"), 32),
     "bitsandbytes PagedAdamW8bit": Choice(_theirs, 8, managed=True),
     "bitsandbytes PagedAdamW8bit, from host memory": Choice(_theirs, 8, managed=True, touched=True),
@@ -270,11 +271,21 @@ def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def _earlier(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """With --add, what the JSON file has of models that are not measured now."""
+    if not (arguments.add and arguments.json and arguments.json.exists()):
+        return []
+    earlier = json.loads(arguments.json.read_text())
+    run = {key: earlier[key] for key in ("date", "commit", "command")}
+    return [run | row for row in earlier["rows"] if row["model"] not in arguments.models]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", action="store_true", help="keep what the JSON file has of other models")
     parser.add_argument("--models", nargs="*", default=list(RUNS), choices=RUNS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=5, help="timed ones of a round")
@@ -290,16 +301,18 @@ def main() -> None:
         arguments.rounds, arguments.iterations = 2, 2
     result: dict[str, Any] = {
         **gpu.machine(), **common.versions(), "command": " ".join(["python", *sys.argv]), "batch": list(BATCH),
-        "rows": [], "failed": [], "verdicts": [],
+        "rows": _earlier(arguments), "failed": [], "left_out": [], "verdicts": [],
     }  # fmt: skip
+    run = {key: result[key] for key in ("date", "commit", "command")}
     print(f"{result['device']}, torch {torch.__version__}, {common.versions()}", flush=True)
     for name in arguments.models:
         spent = time.perf_counter() - started
         if spent > arguments.seconds:
             print(f"{name}: left out, {spent:.0f} s are spent (--seconds)")
+            result["left_out"].append(name)
             continue
         try:
-            result["rows"] += measure(gpu, name, arguments, result["failed"])
+            result["rows"] += [row | run for row in measure(gpu, name, arguments, result["failed"])]
         except Exception as error:
             traceback.print_exc()
             result["failed"].append(f"{name}: {type(error).__name__}: {error}")
