@@ -21,7 +21,8 @@ import bnb_fsdp
 
 RATES = {"full": 1e-4, "lora": 5e-4}
 LORA_RANK = 16
-BATCH = 2
+SAMPLES = 4
+"""A step, of all ranks together, be they one, two or four."""
 HELD_OUT = 64
 PIECE = 900  # characters, of which 256 tokens hold most
 
@@ -52,7 +53,7 @@ def losses(
     base = common.load_model(source, torch.device("cpu"), torch.float32)
     result: dict[str, Any] = {
         "model": source.line, "data": "the topics of Python's own help()", "training_samples": len(train),
-        "held_out_samples": len(held_out), "steps": options.loss_steps, "batch": BATCH * process.world,
+        "held_out_samples": len(held_out), "steps": options.loss_steps, "batch": _batch(process) * process.world,
         "limit": LIMIT, "runs": [], "comparisons": [], "not_run_modes": {},
     }  # fmt: skip
     modes = list(RATES)
@@ -135,6 +136,11 @@ def _run(
     return row
 
 
+def _batch(process: shared.Process) -> int:
+    """Samples of each rank."""
+    return max(1, SAMPLES // process.world)
+
+
 def _shard(model: Any, policy: MixedPrecisionPolicy) -> Any:
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     for module in model.modules():
@@ -149,8 +155,8 @@ def _train(model: Any, optimizer: Any, data: Any, steps: int, process: shared.Pr
     model.train()
     recorded = []
     for step in range(steps):
-        first = (step * process.world + process.rank) * BATCH
-        rows = [data[order[i % len(data)]] for i in range(first, first + BATCH)]
+        first = (step * process.world + process.rank) * _batch(process)
+        rows = [data[order[i % len(data)]] for i in range(first, first + _batch(process))]
         loss = model(
             **{key: torch.stack([row[key] for row in rows]).to(process.device) for key in rows[0]}
         ).loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -176,8 +177,8 @@ def test_the_first_snippet_of_paged_goes_into_the_readmes_program() -> None:
     text = (ROOT / "docs" / "paged.md").read_text()
     assert "In the [README's program](../README.md), instead of `AdamW8bit`:\n\n```python" in text
     found: dict[str, Any] = {"bnb_fsdp": bnb_fsdp, "model": model()}
-    for line in blocks(text)[0].splitlines():
-        exec(line, found)
+    for statement in ast.parse(blocks(text)[0]).body:
+        exec(ast.unparse(statement), found)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*it works as the unpaged class")
             found["optimizer"].step()
