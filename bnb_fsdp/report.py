@@ -130,8 +130,8 @@ class Description:
     def __str__(self) -> str:
         elements = sum(prod(row.shape) for row in self.rows)
         title = (
-            f"{self.optimizer}: {_count(len(self.rows), 'parameter')} with state ({elements:,} elements), "
-            f"{self.frozen:,} frozen without, in {_count(self.groups, 'group')}"
+            f"{self.optimizer}: {counted(len(self.rows), 'parameter')} with state ({elements:,} elements), "
+            f"{self.frozen:,} frozen without, in {counted(self.groups, 'group')}"
         )
         table = _table(self.rows) if self.rows else []
         notes = [f"note: {note}" for note in self.notes]
@@ -169,7 +169,7 @@ class Description:
     def _fallback_line(self) -> str:
         fallbacks = self.fallbacks
         reasons = "; ".join(f"{count:,} x {reason}" for reason, count in fallbacks.items())
-        return f"32-bit state: {sum(fallbacks.values()):,} of {_count(len(self.rows), 'parameter')}" + (
+        return f"32-bit state: {sum(fallbacks.values()):,} of {counted(len(self.rows), 'parameter')}" + (
             f" ({reasons})" if reasons else ""
         )
 
@@ -371,7 +371,9 @@ def _table(rows: Iterable[Row]) -> list[str]:
     hidden = collapsed[MAX_LINES:]
     if hidden:
         count = sum(len(alike) for _, alike in hidden)
-        lines.append(f"... and {_count(len(hidden), 'more line')} ({_count(count, 'parameter')}); see .rows")
+        lines.append(
+            f"... and {counted(len(hidden), 'more line')} ({counted(count, 'parameter')}); see .rows"
+        )
     return lines
 
 
@@ -391,7 +393,8 @@ def _common_name(names: list[str]) -> str:
     return _NUMBER.sub(lambda _: next(kept), names[0])
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """``number`` things, in words."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 

@@ -19,7 +19,8 @@ from test_paged import MIB, Pair, every_kind
 from torch import Tensor, nn
 
 import bnb_fsdp
-from bnb_fsdp.residency import HostMemoryError, memory, residency
+from bnb_fsdp.backends import base
+from bnb_fsdp.residency import HostMemoryError, residency
 from bnb_fsdp.residency.memory import ALIGNMENT, ARENA_BYTES, Arena, Locker, aligned, arenas
 
 LOCKER = Locker(lambda address, size: None, lambda address: None)
@@ -430,7 +431,7 @@ def test_a_fork_does_not_unlock() -> None:
     unlocked: list[int] = []
     arena = Arena(4096, Locker(lambda address, size: None, unlocked.append))
     address = arena.memory.data_ptr()
-    memory._unlock(unlocked.append, address, os.getpid() + 1)
+    base.in_process(os.getpid() + 1, unlocked.append, address)
     assert unlocked == []
     part = arena.cut(torch.zeros(7))
     del arena

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bnb_fsdp.backends import cuda_pipeline
+from bnb_fsdp.backends import base, cuda_pipeline
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_buffers_that_could_not_be_had_are_asked_for_again(
 
 
 def test_a_forked_process_and_the_end_of_the_process_leave_the_device_alone(calls: list[str]) -> None:
-    cuda_pipeline._unless_forked(os.getpid() + 1, calls.append, "destroy")
+    base.in_process(os.getpid() + 1, calls.append, "destroy")
     assert calls == []
     pipeline = cuda_pipeline.CudaPipeline(torch.device("cpu"), 3)
     [own] = [f for f in weakref.finalize._registry if f.peek() and f.peek()[0] is pipeline]  # type: ignore[attr-defined]

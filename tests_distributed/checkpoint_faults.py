@@ -194,6 +194,14 @@ def optimizer_for(model: nn.Module, kind: str = "AdamW8bit", groups: int = 1, **
     return getattr(bnb_fsdp, kind)(params, lr=0.01 if kind != "Lion8bit" else 0.001, **kwargs)
 
 
+def trained(steps: int = 2) -> tuple[nn.Module, Any]:
+    model = Model()
+    optimizer = optimizer_for(model)
+    for step in range(steps):
+        train(model, optimizer, step)
+    return model, optimizer
+
+
 def try_fault(fault: Fault, folder: Path) -> str:
     """ "refused" or what went wrong."""
     _, damage, other, text = fault

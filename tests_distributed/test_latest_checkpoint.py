@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from checkpoint_faults import Model, contents, optimizer_for, same, train
+from checkpoint_faults import Model, contents, optimizer_for, same, train, trained
 from torch import nn
 
 import bnb_fsdp
@@ -22,16 +22,8 @@ from bnb_fsdp import cli
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "checkpoints.md"
 
 
-def trained(steps: int = 1) -> tuple[nn.Module, Any]:
-    model = Model()
-    optimizer = optimizer_for(model)
-    for step in range(steps):
-        train(model, optimizer, step)
-    return model, optimizer
-
-
 def save(path: Path) -> Path:
-    return bnb_fsdp.save_checkpoint(path, *trained())
+    return bnb_fsdp.save_checkpoint(path, *trained(1))
 
 
 def leftover(folder: Path) -> None:
@@ -64,7 +56,7 @@ def test_where_there_is_nothing_yet(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "saves"
     make(folder)
     assert bnb_fsdp.latest_checkpoint(folder) is None
-    model, optimizer = trained()
+    model, optimizer = trained(1)
     before = contents(model, optimizer)
     with pytest.raises(bnb_fsdp.NoCheckpointError) as caught:
         bnb_fsdp.load_checkpoint(folder, model, optimizer)
@@ -109,7 +101,7 @@ def test_a_damaged_newest_one_is_an_error_that_names_the_one_before_it(tmp_path:
     damage(tmp_path / "step-2")
     assert bnb_fsdp.latest_checkpoint(tmp_path) == tmp_path / "step-3"  # the damaged one is older
     damage(tmp_path / "step-3")
-    model, optimizer = trained()
+    model, optimizer = trained(1)
     for call in (
         lambda: bnb_fsdp.latest_checkpoint(tmp_path),
         lambda: bnb_fsdp.load_checkpoint(tmp_path, model, optimizer),
@@ -160,7 +152,7 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(
 def asked_by_ranks(folder: str) -> list[Any]:
     saves = Path(folder) / "saves"
     found: list[Any] = [bnb_fsdp.latest_checkpoint(saves)]
-    model, optimizer = trained()
+    model, optimizer = trained(1)
     try:
         bnb_fsdp.load_checkpoint(saves, model, optimizer)
     except bnb_fsdp.NoCheckpointError as error:

@@ -18,7 +18,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from checkpoint_faults import Model, contents, optimizer_for, same, train
+from checkpoint_faults import Model, contents, optimizer_for, same, train, trained
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -219,14 +219,6 @@ def test_saving_and_loading_after_an_evaluation(tmp_path: Path) -> None:
 
 
 # One process
-
-
-def trained(steps: int = 2) -> tuple[nn.Module, Any]:
-    model = Model()
-    optimizer = optimizer_for(model)
-    for step in range(steps):
-        train(model, optimizer, step)
-    return model, optimizer
 
 
 def test_without_torch_distributed_it_continues_bit_for_bit(

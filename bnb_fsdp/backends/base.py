@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+import os
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -136,3 +138,15 @@ class Backend(Protocol):
 
     def bucket(self, key: BucketKey, rule: Rule, slots: Sequence[Slot]) -> Bucket:
         """Prepare a bucket; may allocate."""
+
+
+def release_with(owner: object, function: Callable[..., Any], *arguments: Any) -> None:
+    """Call ``function`` when ``owner`` dies, but not at the end of the process, which lets everything go by itself: the
+    call would wait for a device that may wait for another rank."""
+    weakref.finalize(owner, in_process, os.getpid(), function, *arguments).atexit = False
+
+
+def in_process(process: int, function: Callable[..., Any], *arguments: Any) -> None:
+    """Call ``function`` if this is ``process``: a fork has no device."""
+    if os.getpid() == process:
+        function(*arguments)

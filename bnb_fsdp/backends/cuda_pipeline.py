@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
-import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from ..rules import Hyper
 from . import native
-from .base import Bucket, BucketKey, Slot, device_rate
+from .base import Bucket, BucketKey, Slot, device_rate, release_with
 from .cuda import CudaBucket, index_of, library, native_hyper, raw_stream
 
 _POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -75,11 +73,6 @@ def unlock(device: torch.device, address: int) -> None:
     _checked("unregister")(index_of(device), address)
 
 
-def _unless_forked(process: int, function: Callable[..., Any], *arguments: Any) -> None:
-    if os.getpid() == process:  # a fork has no device
-        function(*arguments)
-
-
 class Bandwidth(NamedTuple):
     """Measured: bytes a second to the device alone and of both directions together; seconds that any chunk takes, and
     that one more copy each way adds to it."""
@@ -103,8 +96,7 @@ class CudaPipeline:
         _checked("pipeline_create")(self._index, buffers, ctypes.byref(handle))
         self._handle = handle.value
         destroy = library().native.function("bnb_fsdp_cuda_pipeline_destroy", None, _POINTER)
-        # Not at the end of the process: it would wait for a device that may wait for another rank.
-        weakref.finalize(self, _unless_forked, os.getpid(), destroy, self._handle).atexit = False
+        release_with(self, destroy, self._handle)
         self._next = 0
         self._pending = False
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ..codebook import BLOCK_SIZE
+from ..report import counted
 from . import manifest
 from .convert import Split, Summary, convert
 from .files import (
@@ -282,7 +283,8 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
         yield f"  algorithm     {one['algorithm']}, blocks of {one['block_size']}, format '{one['format']}'"
         yield f"  steps         {' to '.join(dict.fromkeys(map(str, one['steps'])))}"
         for bits, counts in one["bits"].items():
-            yield f"  {bits:>2}-bit state  {_parameters(counts['parameters'])}, {counts['elements']:,} elements"
+            parameters = counted(counts["parameters"], "parameter")
+            yield f"  {bits:>2}-bit state  {parameters}, {counts['elements']:,} elements"
         layouts = ", ".join(f"{layout} {count}" for layout, count in one["layouts"].items())
         yield f"  scales        {layouts or 'none'}"
         yield f"  state         {_size(one['state_bytes'])}, {one['bytes_per_parameter']:.3f} bytes a parameter element"
@@ -290,7 +292,7 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
             values = ", ".join(
                 f"{key} {value}" for key, value in group.items() if key not in ("parameters", "format")
             )
-            yield f"  group {index:<8}{_parameters(group['parameters'])}: {values}"
+            yield f"  group {index:<8}{counted(group['parameters'], 'parameter')}: {values}"
         for row in one.get("parameter_list", ()):
             shape = "x".join(map(str, row["shape"])) or "scalar"
             kind = f"{row['bits']}-bit" + (f" {row['layout']}" if row["layout"] else "")
@@ -418,12 +420,8 @@ def _convert(directory: Path, out: Path, to: str, splits: list[Split]) -> int:
     return 0
 
 
-def _parameters(count: int) -> str:
-    return f"{count:,} parameter" + ("" if count == 1 else "s")
-
-
 def _told(out: Path, to: str, summary: Summary) -> Iterator[str]:
-    yield f"{out}: {_parameters(summary.parameters)}, {_size(summary.bytes)}"
+    yield f"{out}: {counted(summary.parameters, 'parameter')}, {_size(summary.bytes)}"
     if to == "bnb_fsdp" and not summary.blocks:
         yield "all state copied bit for bit"
     elif to != "torch":

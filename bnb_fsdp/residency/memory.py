@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..backends.base import release_with
 
 ALIGNMENT = 256
 """Bytes: every tensor in host memory and in a staging buffer starts at a multiple of it."""
@@ -58,8 +58,7 @@ class Arena:
             raise HostMemoryError(
                 f"{size:,} bytes of host memory could not be page-locked: {error}"
             ) from error
-        # Not at the end of the process, which unlocks by itself: a device that hangs would be waited for.
-        weakref.finalize(self, _unlock, locker.unlock, address, os.getpid()).atexit = False
+        release_with(self, locker.unlock, address)
         self._end = 0
 
     @property
@@ -78,11 +77,6 @@ class Arena:
         part = torch.frombuffer(self._pages, dtype=like.dtype, count=like.numel(), offset=self._end)
         self._end += aligned(part.nbytes)
         return part.as_strided(like.shape, like.stride())
-
-
-def _unlock(unlock: Callable[[int], None], address: int, process: int) -> None:
-    if os.getpid() == process:  # a fork has no device
-        unlock(address)
 
 
 def arenas(wanted: Sequence[int], locker: Locker) -> Iterable[tuple[Arena, int]]:
