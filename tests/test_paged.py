@@ -288,9 +288,8 @@ class Program:
         for optimizer, parameters in zip(self.pair.optimizers, zip(*pairs)):
             for p in parameters:
                 p.grad = torch.zeros_like(p)
-            parameters[bad].grad = torch.sparse_coo_tensor(
-                size=parameters[bad].shape, dtype=parameters[bad].dtype
-            )
+            p = parameters[bad]
+            p.grad = torch.sparse_coo_tensor(size=p.shape, dtype=p.dtype, device=p.device)
             with pytest.raises(ValueError, match="sparse"):
                 optimizer.step()
             values = optimizer.state.get(parameters[changed])

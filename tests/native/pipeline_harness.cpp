@@ -53,6 +53,15 @@ std::string left_out;
 int fail_in = -1;  // copies until one fails
 bool has_batches = true;
 size_t piece_bytes = 64;
+const std::vector<std::vector<uint32_t>>* staging_buffers = nullptr;
+
+bool is_staged(const void* address) {
+  const auto* number = static_cast<const uint32_t*>(address);
+  return std::any_of(staging_buffers->begin(), staging_buffers->end(),
+                     [number](const std::vector<uint32_t>& buffer) {
+                       return number >= buffer.data() && number < buffer.data() + buffer.size();
+                     });
+}
 
 int chosen(int below) { return static_cast<int>(generator() % static_cast<unsigned>(below)); }
 
@@ -185,6 +194,8 @@ cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const
     const void* from;
     size_t bytes;
   };
+  for (size_t i = 0; i < count; ++i)
+    if (bytes[i] < BNB_FSDP_LEAST_IN_BATCH && is_staged(to[i])) return cudaErrorUnknown;  // the host would wait
   auto left = std::make_shared<std::vector<Copy>>();  // the arrays are the caller's again afterwards
   for (size_t i = 0; i < count; ++i) left->push_back({to[i], from[i], bytes[i]});
   queue(stream, [left] {
@@ -356,6 +367,7 @@ bool run(unsigned seed) {
   Host host(1 + chosen(12), chosen(2) ? kRoom : kRoom / 6);
   std::vector<Tensor>& tensors = host.tensors;
   std::vector<Numbers> staging(kBuffers, Numbers(kRoom));
+  staging_buffers = &staging;
   std::vector<Numbers*> used;
   FakeStream* stream = &callers[0];
 
@@ -455,6 +467,7 @@ bool others() {
   Host tensor(1, 8);
   std::vector<Tensor>& tensors = tensor.tensors;
   std::vector<Numbers> staging(kBuffers, Numbers(kRoom));
+  staging_buffers = &staging;
   int64_t turn = 0;
   const Plan plan(tensors, staging, turn);
   const std::vector<const void*> gradients = {tensors[0].parameter.data()};

@@ -2,11 +2,22 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "../c_api.h"
 
+#ifndef BNB_FSDP_LEAST_IN_BATCH
+#define BNB_FSDP_LEAST_IN_BATCH (16 << 10)
+#endif
+
 namespace bnb_fsdp {
+
+// Bytes of the smallest copy to the device that is put in a batch. For smaller ones CUDA 13.0 on an H200 keeps
+// the host until the stream gets there (pieces of 7.5 KiB always, of 15 KiB at times, of 21 KiB never;
+// benchmarks/results/paged_batches.txt). cudaMemcpySrcAccessOrderAny would not wait, and would race with the
+// step before.
+constexpr int64_t kLeastInBatch = BNB_FSDP_LEAST_IN_BATCH;
 
 class Copies {
  public:
@@ -15,7 +26,7 @@ class Copies {
   cudaError_t queue(const bnb_fsdp_cuda_copy* copies, int64_t count, cudaMemcpyKind kind, cudaStream_t stream) {
     const bool in = kind == cudaMemcpyHostToDevice;
 #if CUDART_VERSION >= 13000
-    if (batches_ && (count > 1 || (count == 1 && copies[0].rows > 1))) {
+    if (batches_ && (count > 1 || (count == 1 && copies[0].rows > 1)) && (!in || are_large(copies, count))) {
       const cudaError_t error = batch(copies, count, in, stream);
       if (error != cudaErrorNotSupported) return error;
       cudaGetLastError();
@@ -39,6 +50,11 @@ class Copies {
 
  private:
 #if CUDART_VERSION >= 13000
+  static bool are_large(const bnb_fsdp_cuda_copy* copies, int64_t count) {
+    return std::all_of(copies, copies + count,
+                       [](const bnb_fsdp_cuda_copy& c) { return c.bytes >= kLeastInBatch; });
+  }
+
   cudaError_t batch(const bnb_fsdp_cuda_copy* copies, int64_t count, bool in, cudaStream_t stream) {
     to_.clear();
     from_.clear();

@@ -228,7 +228,6 @@ int bnb_fsdp_cuda_pipeline_measure(bnb_fsdp_cuda_pipeline* pipeline, void* host,
   const DeviceScope scope(pipeline->device);
   if (scope.error() != cudaSuccess) return fail("cuda:" + std::to_string(pipeline->device), scope.error());
   constexpr int kChunks = 16;
-  constexpr int64_t kSmall = 256;
   cudaEvent_t start = nullptr, end = nullptr;
   Calls call;
   call(cudaEventCreateWithFlags, &start, cudaEventDefault)(cudaEventCreateWithFlags, &end, cudaEventDefault);
@@ -236,7 +235,8 @@ int bnb_fsdp_cuda_pipeline_measure(bnb_fsdp_cuda_pipeline* pipeline, void* host,
   auto* h = static_cast<char*>(host);
   auto* d = static_cast<char*>(device);
   const int64_t half = bytes / 2;
-  const bnb_fsdp_cuda_copy small[2] = {{h, d, kSmall, 1, 0, 0}, {h + half, d + half, kSmall, 1, 0, 0}};
+  const int64_t least = std::min(half, kLeastInBatch);
+  const bnb_fsdp_cuda_copy small[2] = {{h, d, least, 1, 0, 0}, {h + half, d + half, least, 1, 0, 0}};
   double best[4] = {1e9, 1e9, 1e9, 1e9};
   for (int round = 0; round < 3; ++round) {  // the first warms up
     double times[4];
