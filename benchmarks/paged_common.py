@@ -22,6 +22,7 @@ MIB = 1 << 20
 PIECE = 32 * MIB
 PINNED = 512 * MIB
 PAGE = 4096
+CYCLES = 2_000_000  # of a GPU's clock in a millisecond, or less
 PACKAGES = ("bnb_fsdp", "bitsandbytes", "transformers")
 
 
@@ -167,6 +168,32 @@ def back_to_back(gpu: Cuda, step: Callable[[], Any], count: int) -> float:
         step()
     gpu.synchronize()
     return (time.perf_counter() - before) * 1e3 / count
+
+
+def behind(
+    gpu: Cuda, step: Callable[[], Any], wait: Callable[[], Any], call: float, tries: int = 3
+) -> float | None:
+    """Milliseconds of a step from the end of work that was queued before it until host memory has the new state.
+
+    The work lasts longer than the host needs to queue the step (``call`` milliseconds, about), as a backward pass does
+    and as the copies that bound the step are timed. None if the host was later in every one of ``tries``.
+    """
+    for attempt in range(tries):
+        gpu.synchronize()
+        start, end = gpu.event(), gpu.event()
+        at = time.perf_counter()
+        start.record()
+        if not gpu.dry:
+            torch.cuda._sleep(int(CYCLES * (call * 1.5 * (attempt + 1) + 0.3)))
+        end.record()
+        step()
+        queued = (time.perf_counter() - at) * 1e3
+        wait()
+        gpu.synchronize()
+        total, work = (time.perf_counter() - at) * 1e3, start.elapsed_time(end)
+        if gpu.dry or queued < work:
+            return total - work
+    return None
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

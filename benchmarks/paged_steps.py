@@ -192,6 +192,7 @@ class Contender:
         self.again: list[common.Sample] = []
         self.touches: list[float] = []
         self.back_to_back: list[float] = []
+        self.behind: list[float] = []
 
     def _complete(self) -> None:
         if self.wait is not None:
@@ -216,6 +217,11 @@ class Contender:
         once = statistics.median(s.completed for s in self.samples)
         count = 3 if self.is_on_host else min(50, max(5, int(20 / max(once, 1e-3))))
         self.back_to_back.append(common.back_to_back(gpu, step, 2 if gpu.dry else count))
+        if self.is_on_host:
+            assert self.wait is not None
+            call = statistics.median(s.call for s in self.samples)
+            found = common.behind(gpu, step, self.wait, call)
+            self.behind += [] if found is None else [found]
 
     def finish(self) -> dict[str, Any]:
         for key in common.Sample._fields:
@@ -227,6 +233,9 @@ class Contender:
         if self.back_to_back:
             self.row["back_to_back"] = common.summary(self.back_to_back)
             self.row["back_to_back_rounds"] = [round(value, 5) for value in self.back_to_back]
+        if self.behind:
+            self.row["behind"] = common.summary(self.behind)
+            self.row["behind_rounds"] = [round(value, 5) for value in self.behind]
         return self.row
 
 
@@ -292,6 +301,8 @@ def _compare_with_bound(row: dict[str, Any], found: list[dict[str, float]]) -> N
     row["bound_GB/s"] = 2 * row["host_bytes"] / row["bound"]["ms"]["median"] * 1e-6
     row["ratio_to_bound"] = completed / row["bound"]["ms"]["median"]
     row["ratio_to_bound_by_host_clock"] = completed / row["bound"]["host_ms"]["median"]
+    if "behind" in row:
+        row["ratio_to_bound_behind_work"] = row["behind"]["median"] / row["bound"]["ms"]["median"]
 
 
 def line(row: dict[str, Any]) -> str:
@@ -306,7 +317,8 @@ def line(row: dict[str, Any]) -> str:
     if "bound" in row:
         text += (
             f"  {row['bandwidth_GB/s']:6.1f} GB/s, bound {row['bound']['ms']['median']:.4f} ms "
-            f"x{row['ratio_to_bound']:.3f} (by the host's clock x{row['ratio_to_bound_by_host_clock']:.3f}), "
+            f"x{row['ratio_to_bound']:.3f} (by the host's clock x{row['ratio_to_bound_by_host_clock']:.3f}, "
+            f"behind work x{row.get('ratio_to_bound_behind_work', float('nan')):.3f}), "
             f"{row['chunks']} chunks"
         )
     if "again" in row:
@@ -420,8 +432,17 @@ class Run:
 
         return paged_sweep.sweep(self._gpu, make, self._device, repeats=1 if self._gpu.dry else 7)
 
+    def _warm_up(self, cell: Cell) -> None:
+        """The first cell's calls took the host up to twice as long as later ones: let a second of them go by."""
+        optimizer = ours(cell.family, parameters(self._gpu, cell.shapes(), torch.bfloat16), "host")
+        end = time.perf_counter() + 1
+        while time.perf_counter() < end:
+            common.sample(self._gpu, optimizer.step, common.waiter(optimizer))
+
     def _steps(self) -> None:
         copies = common.Copies(self._gpu)
+        if self._cells and not self._gpu.dry:
+            self._warm_up(self._cells[0])
         rounds = 2 if self._gpu.dry else self._arguments.rounds
         for cell in self._cells:
             if self._has_time(cell.name):
