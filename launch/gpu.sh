@@ -2,7 +2,8 @@
 # What only a GPU can show: tests, comparison with bitsandbytes, benchmarks, compute-sanitizer. CI has no GPU, so this is
 # run by hand before a release, and its output committed under benchmarks/results.
 #
-#   bash launch/gpu.sh OUTPUT [tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize] [--log]
+#   bash launch/gpu.sh OUTPUT [tests distributed parity kernels steps triton loop host family paged fsdp2
+#                           checkpoints sanitize] [--log]
 #
 # Default: all parts. --log: date, commit, versions and the end of every part's output, in benchmarks/results/gpu_*.txt.
 # Uses the active environment: torch with CUDA, this package (or BNB_FSDP_LIBRARY_PATH and PYTHONPATH), and for the
@@ -11,7 +12,7 @@
 set -uo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ $# -lt 1 ]; then
-  sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exit 2
 fi
 mkdir -p "$1" && output="$(cd "$1" && pwd)" && shift
@@ -24,7 +25,7 @@ for argument in "$@"; do
     *) parts+=("$argument") ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize)
+[ ${#parts[@]} -gt 0 ] || parts=(tests distributed parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize)
 python="${PYTHON:-python3}"
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 if ! gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"; then
@@ -48,8 +49,9 @@ part() {
   shift
   say "== $name: $*"
   "$@" > "$output/$name.log" 2>&1 || result=$?
-  say "$(tail -n "${lines:-3}" "$output/$name.log" | cut -c1-160)"
-  [ "$result" -eq 0 ] || { say "FAILED ($result, $((SECONDS - began)) s): $output/$name.log"; status=1; }
+  say "-- $name, $((SECONDS - began)) s:" "$(tail -n "${lines:-3}" "$output/$name.log" | cut -c1-160)"
+  [ "$result" -eq 0 ] || { say "FAILED ($result): $output/$name.log"; status=1; }
+  return "$result"
 }
 
 if [ -n "$log" ]; then
@@ -75,12 +77,15 @@ fi
 
 for name in "${parts[@]}"; do
   case "$name" in
-    tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider
-           # As many ranks as there are GPUs run with NCCL, more of them with gloo on CPUs: see tests_distributed/ranks.py.
-           say "tests_distributed: up to $gpus ranks with NCCL, more with gloo"
-           for file in local_shards dtensors trust_sharded fsdp2_features contracts gradients_in_flight other_wrappers; do
-             part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider
-           done ;;
+    tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider ;;
+    distributed)  # All files at once. As many ranks as there are GPUs run with NCCL, more with gloo: tests_distributed/ranks.py.
+      say "tests_distributed: up to $gpus ranks with NCCL, more with gloo"
+      running=()
+      for file in local_shards dtensors trust_sharded fsdp2_features contracts gradients_in_flight other_wrappers; do
+        part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider &
+        running+=("$!")
+      done
+      for id in "${running[@]}"; do wait "$id" || status=1; done ;;
     parity) part bitwise_parity "$python" benchmarks/bitwise_parity.py --json "$output/bitwise_parity.json"
             part bitwise_parity_portable "$python" benchmarks/bitwise_parity.py --kernels portable \
               --json "$output/bitwise_parity_portable.json" ;;

@@ -21,7 +21,7 @@ def test_gpu_script_explains_itself() -> None:
         ["bash", str(SCRIPT)], capture_output=True, text=True, timeout=60, check=False, env=ENVIRONMENT
     )
     assert result.returncode == 2
-    assert "bash launch/gpu.sh OUTPUT [tests parity kernels" in result.stdout
+    assert "bash launch/gpu.sh OUTPUT [tests distributed parity kernels" in result.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
