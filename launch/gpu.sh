@@ -5,14 +5,15 @@
 #   bash launch/gpu.sh OUTPUT [tests distributed parity kernels steps triton loop host family paged fsdp2
 #                           checkpoints sanitize] [--log]
 #
-# Default: all parts. --log: date, commit, versions and the end of every part's output, in benchmarks/results/gpu_*.txt.
+# Default: all parts. --log: date, commit (COMMIT, or what git says), versions and the end of every part's output, in
+# benchmarks/results/gpu_*.txt.
 # Uses the active environment: torch with CUDA, this package (or BNB_FSDP_LIBRARY_PATH and PYTHONPATH), and for the
 # comparisons bitsandbytes, and if they are there torchao, flashoptim, peft, transformers. About half an hour on an H200.
 
 set -uo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ $# -lt 1 ]; then
-  sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exit 2
 fi
 mkdir -p "$1" && output="$(cd "$1" && pwd)" && shift
@@ -57,7 +58,7 @@ part() {
 if [ -n "$log" ]; then
   log="$repo/benchmarks/results/gpu_$(date +%Y-%m-%d_%H%M).txt"
   : > "$log" || exit 1
-  say "date: $(date +%Y-%m-%d)" "commit: $(git describe --always --dirty --abbrev=12 2>/dev/null || echo "${COMMIT:-unknown}")" \
+  say "date: $(date +%Y-%m-%d)" "commit: ${COMMIT:-$(git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)}" \
     "parts: ${parts[*]}"
   say "$("$python" -c '
 import importlib.metadata, platform, torch
