@@ -96,9 +96,17 @@ def table(result: dict[str, Any]) -> str:
     ]
     if "failure" in result:
         lines += ["", "### First step under FSDP2", "", *_failure_table(result["failure"])]
+    runs = list(dict.fromkeys(_run_of(row) for row in result.get("steps", [])))
     for dtype in dict.fromkeys(row["dtype"] for row in result.get("steps", [])):
         rows = [row for row in result["steps"] if row["dtype"] == dtype]
-        lines += ["", f"### {dtype} parameters", "", *_steps_table(rows)]
+        lines += ["", f"### {dtype} parameters", "", *_steps_table(rows, runs)]
+    if len(runs) > 1:
+        lines += [
+            "",
+            "Times of several runs, maybe on several hosts: iterations compare within a run only.",
+            "",
+        ]
+        lines += [f"* run {number}: {', '.join(map(str, run))}" for number, run in enumerate(runs, 1)]
     if "losses" in result:
         lines += ["", "### Losses on real text", "", *_losses_table(result["losses"])]
     if "trace" in result:
@@ -145,7 +153,11 @@ def reductions(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float, 
     return 1 - state / (8 * sum(row["local_parameters"])), 1 - state / reference if reference else None
 
 
-def _steps_table(rows: list[dict[str, Any]]) -> list[str]:
+def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row.get("date"), row.get("commit"), row.get("command")
+
+
+def _steps_table(rows: list[dict[str, Any]], runs: list[tuple[Any, ...]]) -> list[str]:
     header = (
         "optimizer", "state a rank, MiB", "B/parameter", "less than float32 state", f"less than {REFERENCE}",
         "peak allocated, GiB", "peak reserved, GiB", "step(), ms: median (p10 to p90)", "iteration, ms", "steps",
@@ -170,7 +182,9 @@ def _steps_table(rows: list[dict[str, Any]]) -> list[str]:
             f"{row['steps']}{few}", f"{row['loss_first']:.3f} to {row['loss_last']:.3f}{finite}",
         ]  # fmt: skip
 
-    return _table(header, map(cells, rows))
+    if len(runs) == 1:
+        return _table(header, map(cells, rows))
+    return _table((*header, "run"), ([*cells(row), str(runs.index(_run_of(row)) + 1)] for row in rows))
 
 
 def _why_not(row: dict[str, Any]) -> str:

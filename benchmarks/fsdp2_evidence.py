@@ -23,6 +23,7 @@ from typing import Any
 import evidence_report
 
 PARTS = ("failure", "steps", "losses", "trace")
+RUN = ("date", "commit", "command")
 
 
 def arguments() -> argparse.Namespace:
@@ -92,15 +93,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         def save(part: str, value: Any) -> None:
             result[part] = value
-            result.setdefault("measured", {})[part] = {
-                key: result[key] for key in ("date", "commit", "command", "versions")
-            }
+            result.setdefault("measured", {})[part] = {key: result[key] for key in (*RUN, "versions")}
             if process.rank == 0 and options.json:
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
 
         process.say(f"devices: {process.label}")
         if "steps" in options.parts:
-            evidence_steps.steps(options, process, lambda rows: save("steps", _merged(kept_steps, rows)))
+            run = {key: result[key] for key in RUN}
+            evidence_steps.steps(
+                options,
+                process,
+                lambda rows: save("steps", _merged(kept_steps, [{**row, **run} for row in rows])),
+            )
         if "trace" in options.parts:
             save("trace", evidence_trace.trace(options, process))
         if "losses" in options.parts:
@@ -121,6 +125,10 @@ def _earlier(options: argparse.Namespace, world: int) -> dict[str, Any]:
         raise SystemExit(
             f"{options.json} is of {found['world_size']} processes, these are {world}: give another file to --json"
         )
+    of_steps = found.get("measured", {}).get("steps", found)
+    for row in found.get("steps", []):  # of files that did not say it
+        for key in RUN:
+            row.setdefault(key, of_steps[key])
     return found
 
 
