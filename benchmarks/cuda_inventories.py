@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,13 +78,28 @@ def one_round(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
     return start.elapsed_time(end) / repeats, (time.perf_counter() - before) * 1e3 / repeats
 
 
+def commit() -> str | None:
+    """COMMIT from the environment, else what git says of this checkout; None where there is neither."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
+    folder = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
 def machine() -> dict[str, Any]:
     """What stands beside every figure."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": None,
+        "commit": commit(),
         "device": torch.cuda.get_device_name(),
         "driver": driver,
         "cuda": torch.version.cuda,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -103,7 +104,8 @@ def attempt(run: Callable[[], Any]) -> str | None:
     try:
         run()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        # Of the files in a message, names without the folders of this machine.
+        return re.sub(r'(?<=File ")[^"]*/(?=[^/"]+/[^/"]+/[^/"]+")', "", f"{type(error).__name__}: {error}")
     return None
 
 
@@ -145,7 +147,7 @@ def machine(process: Process) -> dict[str, Any]:
     if process.device.type == "cuda":
         return inventories.machine()
     return {
-        "date": time.strftime("%Y-%m-%d"), "commit": None, "device": f"CPU ({platform.machine()})",
+        "date": time.strftime("%Y-%m-%d"), "commit": inventories.commit(), "device": f"CPU ({platform.machine()})",
         "torch": torch.__version__, "python": platform.python_version(),
     }  # fmt: skip
 

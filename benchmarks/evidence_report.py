@@ -89,29 +89,42 @@ def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-    lines = [
-        f"{result['world_size']} ranks ({result['backend']}), {result['device']}, {result['date']}; {versions}. "
-        f"`{result['command']}`"
-    ]
-    if "failure" in result:
-        lines += ["", "### First step under FSDP2", "", *_failure_table(result["failure"])]
-    runs = list(dict.fromkeys(_run_of(row) for row in result.get("steps", [])))
-    for dtype in dict.fromkeys(row["dtype"] for row in result.get("steps", [])):
-        rows = [row for row in result["steps"] if row["dtype"] == dtype]
-        lines += ["", f"### {dtype} parameters", "", *_steps_table(rows, runs)]
-    if len(runs) > 1:
+    lines = [f"{result['world_size']} ranks ({result['backend']}), {result['device']}."]
+    for part, title, rows_of in (
+        ("failure", "First step under FSDP2", _failure_table),
+        ("steps", "Steps", _steps_tables),
+        ("losses", "Losses on real text", _losses_table),
+        ("trace", "Within step()", _trace_table),
+    ):
+        if part in result:
+            lines += ["", f"### {title}", ""]
+            if part != "steps":
+                lines += [_run_line(result.get("measured", {}).get(part, result)), ""]
+            lines += rows_of(result[part])
+    return "\n".join(lines)
+
+
+def _run_line(run: dict[str, Any]) -> str:
+    """Command, date, commit and versions of a run, as a row or a part keeps them."""
+    versions = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items() if version)
+    return f"`{run['command']}`, {run['date']}, commit {run['commit']}; {versions}"
+
+
+def _steps_tables(rows: list[dict[str, Any]]) -> list[str]:
+    """A table for each dtype, and the runs that the rows are of."""
+    runs = list(dict.fromkeys(map(_run_of, rows)))
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
         lines += [
+            f"{dtype} parameters:",
             "",
-            "Times of several runs, maybe on several hosts: iterations compare within a run only.",
+            *_steps_table([r for r in rows if r["dtype"] == dtype], runs),
             "",
         ]
-        lines += [f"* run {number}: {', '.join(map(str, run))}" for number, run in enumerate(runs, 1)]
-    if "losses" in result:
-        lines += ["", "### Losses on real text", "", *_losses_table(result["losses"])]
-    if "trace" in result:
-        lines += ["", "### Within step()", "", *_trace_table(result["trace"])]
-    return "\n".join(lines)
+    if len(runs) > 1:
+        lines += ["Several runs, maybe on several hosts: iterations compare within a run only.", ""]
+    first = {_run_of(row): row for row in reversed(rows)}
+    return lines + [f"* run {number}: {_run_line(first[run])}" for number, run in enumerate(runs, 1)]
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
@@ -160,7 +173,8 @@ def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def _steps_table(rows: list[dict[str, Any]], runs: list[tuple[Any, ...]]) -> list[str]:
     header = (
         "optimizer", "state a rank, MiB", "B/parameter", "less than float32 state", f"less than {REFERENCE}",
-        "peak allocated, GiB", "peak reserved, GiB", "step(), ms: median (p10 to p90)", "iteration, ms", "steps",
+        "peak allocated, GiB", "peak reserved, GiB", "step() of the slowest rank, ms: median (p10 to p90)",
+        "its iteration, ms", "steps",
         "loss, first to last",
     )  # fmt: skip
 
@@ -173,6 +187,8 @@ def _steps_table(rows: list[dict[str, Any]], runs: list[tuple[Any, ...]]) -> lis
         floor = (
             f", {row['optimizer_ms']['median'] / row['floor_ms']:.2f} x floor" if "floor_ms" in row else ""
         )
+        if "timed_rank" not in row:
+            floor += f" (rank 0; medians {', '.join(f'{ms:.2f}' for ms in row['optimizer_median_ms'])})"
         few = "" if row["steps"] == row["steps_wanted"] else f" of {row['steps_wanted']}: out of time"
         return [
             row["optimizer"], f"{max(row['state_bytes']) / 2**20:,.1f}",
@@ -359,6 +375,7 @@ def _draw_times(axis: Any, rows: list[dict[str, Any]], key: str, title: str, log
 
     axis.set_title(title, fontsize=11)
     places = _places(rows)
+    runs = list(dict.fromkeys(map(_run_of, rows)))
     shown = [(at, row) for at, row in places if key in row]
     for at, row in shown:
         spread = row[key]
@@ -368,6 +385,7 @@ def _draw_times(axis: Any, rows: list[dict[str, Any]], key: str, title: str, log
         note = f"  {spread['median']:.2f}" + (
             "" if spread["count"] >= row["steps_wanted"] else f" ({spread['count']} steps)"
         )
+        note += f", run {runs.index(_run_of(row)) + 1}" if len(runs) > 1 else ""
         axis.text(max(spread["p90"], spread["median"]), at, note, va="center", fontsize=8)
         if key == "optimizer_ms" and "floor_ms" in row:
             axis.vlines(row["floor_ms"], at - 0.4, at + 0.4, colors="black", linestyles="dashed", linewidth=1)

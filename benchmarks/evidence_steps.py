@@ -91,7 +91,9 @@ def _first_step(
     missing = _missing(name)
     if missing:
         return {"optimizer": name, "not_run": missing}
-    model = shared.build(options, process, torch.bfloat16 if process.device.type == "cuda" else torch.float32)
+    model = shared.build(
+        options, process, torch.float32
+    )  # bfloat16 weights of 1 would not move by the learning rate
     params = list(model.parameters())
     optimizer = make(params)
     before = [p.to_local().detach().clone() for p in params]
@@ -196,11 +198,14 @@ def _measure(make: Maker, dtype: str, options: argparse.Namespace, process: shar
         "optimizer_median_ms": statistics.median(times["optimizer_ms"]),
     }
     by_rank = shared.gather(here)
+    medians = [row["optimizer_median_ms"] for row in by_rank]
+    slowest = medians.index(max(medians))
+    times = shared.gather(times)[slowest]
     return {
         "tensors": len(params), "parameters": sum(p.numel() for p in params), "warmup_steps": warmed,
         "steps": count, "steps_wanted": options.steps,
         **{key: [row[key] for row in by_rank] for key in here},
-        **{key: spread(values) for key, values in times.items()},
+        "timed_rank": slowest, **{key: spread(values) for key, values in times.items()},
         "loss_first": mean[0], "loss_last": mean[-1], "losses_finite": all(map(math.isfinite, mean)),
     }  # fmt: skip
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from typing import Any
 import evidence_report
 
 PARTS = ("failure", "steps", "losses", "trace")
-RUN = ("date", "commit", "command")
+RUN = ("date", "commit", "command", "versions")  # what a row or a part says of its run
+SAME = ("world_size", "backend", "device", "model", "tiny")  # or --add would mix
 
 
 def arguments() -> argparse.Namespace:
@@ -81,19 +83,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import evidence_trace
 
     with shared.common.processes() as process:
-        result: dict[str, Any] = _earlier(options, process.world)
-        result |= {
+        here = {
             **shared.machine(process), "versions": shared.versions(), "world_size": process.world,
             "backend": "nccl" if process.device.type == "cuda" else "gloo",
-            "command": f"torchrun --nproc_per_node={process.world} {' '.join(sys.argv)}",
+            "command": f"torchrun --nproc_per_node={process.world} {shlex.join(sys.argv)}",
             "model": shared.configuration(options), "tiny": options.tiny,
         }  # fmt: skip
+        result: dict[str, Any] = _earlier(options, here) | here
 
         kept_steps = result.get("steps", [])
 
         def save(part: str, value: Any) -> None:
             result[part] = value
-            result.setdefault("measured", {})[part] = {key: result[key] for key in (*RUN, "versions")}
+            result.setdefault("measured", {})[part] = {key: result[key] for key in RUN}
             if process.rank == 0 and options.json:
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -116,15 +118,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _earlier(options: argparse.Namespace, world: int) -> dict[str, Any]:
-    """What the JSON file has already, with --add. SystemExit if it is of another number of processes."""
+def _earlier(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
+    """What the JSON file has already, with --add. SystemExit if it is of other processes, devices or models."""
     if not (options.add and options.json and options.json.exists()):
         return {}
     found: dict[str, Any] = json.loads(options.json.read_text())
-    if found["world_size"] != world:
-        raise SystemExit(
-            f"{options.json} is of {found['world_size']} processes, these are {world}: give another file to --json"
-        )
+    for key in SAME:
+        if found[key] != here[key]:
+            raise SystemExit(
+                f"{options.json}: {key} is {found[key]}, here {here[key]}: give another file to --json"
+            )
     of_steps = found.get("measured", {}).get("steps", found)
     for row in found.get("steps", []):  # of files that did not say it
         for key in RUN:

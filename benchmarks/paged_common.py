@@ -175,8 +175,9 @@ def behind(
 ) -> float | None:
     """Milliseconds of a step from the end of work that was queued before it until host memory has the new state.
 
-    The work lasts longer than the host needs to queue the step (``call`` milliseconds, about), as a backward pass does
-    and as the copies that bound the step are timed. None if the host was later in every one of ``tries``.
+    The work lasts longer than the host needs to queue the step (``call`` milliseconds, about), as a backward pass does:
+    this is what a step adds to one. As there, its first chunks have come in meanwhile, so that no bound of copies is
+    its bound. None if the host was later in every one of ``tries``.
     """
     for attempt in range(tries):
         gpu.synchronize()

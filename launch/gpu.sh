@@ -26,7 +26,11 @@ for argument in "$@"; do
     *) parts+=("$argument") ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(tests distributed parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize)
+known="tests distributed parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize"
+for name in "${parts[@]}"; do
+  case " $known " in *" $name "*) ;; *) echo "unknown part $name; choose among $known" >&2; exit 2 ;; esac
+done
+[ ${#parts[@]} -gt 0 ] || read -ra parts <<< "$known"
 python="${PYTHON:-python3}"
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 if ! gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"; then
@@ -79,10 +83,12 @@ fi
 for name in "${parts[@]}"; do
   case "$name" in
     tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider ;;
-    distributed)  # All files at once. As many ranks as there are GPUs run with NCCL, more with gloo: tests_distributed/ranks.py.
+    distributed)  # All files at once. As many ranks as there are GPUs run with NCCL, more with gloo; the files that are
+      # left out run on CPUs in any case.
       say "tests_distributed: up to $gpus ranks with NCCL, more with gloo"
       running=()
-      for file in local_shards dtensors trust_sharded fsdp2_features contracts gradients_in_flight other_wrappers; do
+      for file in local_shards dtensors trust_sharded fsdp2_features contracts gradients_in_flight other_wrappers \
+        off_mesh lr0_steps paged_ranks checkpoints interchange_sharded save_checkpoint interrupted_save latest_checkpoint resume; do
         part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider &
         running+=("$!")
       done
@@ -137,7 +143,6 @@ for name in "${parts[@]}"; do
       done
       part memcheck compute-sanitizer --tool memcheck "$output/build/harness"
       part racecheck compute-sanitizer --tool racecheck "$output/build-DBNB_FSDP_EVERY_LANE_ARRIVES/harness" short ;;
-    *) echo "unknown part $name; choose among tests parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize" >&2; exit 2 ;;
   esac
 done
 exit "$status"

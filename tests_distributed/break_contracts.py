@@ -177,8 +177,7 @@ BREAKAGES = [
     ),
     breakage(
         3, "a Partial gradient is taken for its Replicate parameter's", contract("refusals"), "sharding.py",
-        "a.device_mesh == b.device_mesh and a.placements == b.placements and a.shape == b.shape",
-        "a.device_mesh == b.device_mesh and a.shape == b.shape",
+        "        and (a.placements == b.placements or not is_on_mesh(a))\n", "",
     ),
     Breakage(
         3, "a shard with gaps in its storage is accepted",

@@ -31,9 +31,15 @@ def device() -> Any:
 
 
 def run(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = DEFAULT_TIMEOUT,
+    on_cpu: bool = False,
 ) -> list[Any]:
     """``function(*args)`` on every rank of an NCCL group if there are GPUs enough, else gloo; the results by rank.
+
+    ``on_cpu``: gloo in any case.
 
     ``function`` is a module-level function. Ranks meet through a file, so that runs side by side cannot collide on a
     port. A rank that raises, dies or does not finish in ``timeout`` seconds fails the test with the output of all.
@@ -50,7 +56,7 @@ def run(
             "LOCAL_WORLD_SIZE": str(world_size),
             "PYTHONFAULTHANDLER": "1",
         }
-        if torch.cuda.device_count() < world_size:
+        if on_cpu or torch.cuda.device_count() < world_size:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # or fully_shard would take the GPUs that there are
         results = [directory / f"result{rank}.pickle" for rank in range(world_size)]
         logs = [stack.enter_context((directory / f"out{rank}").open("w+")) for rank in range(world_size)]

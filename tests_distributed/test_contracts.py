@@ -452,7 +452,9 @@ def native_errors() -> list[str]:
         text = str(error)
     if dist.get_rank() == 0:
         return [f"without a fault: {text}"] * bool(text)
-    bits = "8-bit" if isinstance(params["matrix"], DTensor) else "32-bit"  # of a plain tensor of 3,000 elements
+    bits = (
+        "8-bit" if isinstance(params["matrix"], DTensor) else "32-bit"
+    )  # of a plain tensor of 3,000 elements
     for part in ("nonsense step", bits, "torch.float32", "cpu", "(10, 300)"):
         if part not in text:
             problems.append(f"{part!r} is not in {text!r}")

@@ -248,7 +248,7 @@ def resumed(outcomes: dict[str, Outcome]) -> dict[str, list[tuple[str, str]]]:
             if drill.world == world:
                 names.setdefault(drill.kind, []).append(name)
         folders = {kind: [outcomes[name].folder for name in those] for kind, those in names.items()}
-        by_rank = ranks.run(world, resume_all, folders)
+        by_rank = ranks.run(world, resume_all, folders, on_cpu=True)
         for kind, those in names.items():
             for index, name in enumerate(those):
                 result[name] = [rank[kind][index] for rank in by_rank]

@@ -154,7 +154,7 @@ def test_a_later_run_adds_to_an_earlier_one(written: Path, tmp_path: Path) -> No
         assert len(row["losses"]) == 3 and row["held_out_after"] < row["held_out_before"]
     assert {row["mode"] for row in after["losses"]["comparisons"]} == modes
     status, output = run(*arguments, "--parts", "failure", ranks=1)
-    assert status == 1 and "is of 2 processes, these are 1" in output
+    assert status == 1 and "world_size is 2, here 1: give another file" in output
     assert json.loads(path.read_text()) == after
 
 

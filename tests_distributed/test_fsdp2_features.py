@@ -200,17 +200,21 @@ def reshard_after_forward(option: bool | int) -> list[str]:
     model = shard(blocks(), reshard_after_forward=option)
     checked = Checked(model.parameters())
     first = model.get_submodule("0")
-    seen = []
+    seen, kept = [], []
     losses = []
     for _ in range(STEPS):
         loss = loss_of(model, batch())
-        seen.append(isinstance(first.up.weight, DTensor))
+        weight = first.up.weight
+        seen.append(isinstance(weight, DTensor))
+        kept.append(weight.device_mesh.size(-1) if isinstance(weight, DTensor) else 1)
         loss.backward()
         losses.append(float(loss))
         checked.step()
     problems = checked.report(losses)
     if seen != [option is True] * STEPS and option in (True, False):
         problems.append(f"sharded after forward: {seen}")
+    if type(option) is int and kept != [option] * STEPS:
+        problems.append(f"after forward sharded over {kept} ranks, not {option}")
     return problems
 
 

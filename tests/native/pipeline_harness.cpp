@@ -54,6 +54,7 @@ int fail_in = -1;  // copies until one fails
 bool has_batches = true;
 size_t piece_bytes = 64;
 const std::vector<std::vector<uint32_t>>* staging_buffers = nullptr;
+int batches_in = 0, small_batches_out = 0;  // pieces
 
 bool is_staged(const void* address) {
   const auto* number = static_cast<const uint32_t*>(address);
@@ -194,8 +195,12 @@ cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const
     const void* from;
     size_t bytes;
   };
-  for (size_t i = 0; i < count; ++i)
-    if (bytes[i] < BNB_FSDP_LEAST_IN_BATCH && is_staged(to[i])) return cudaErrorUnknown;  // the host would wait
+  for (size_t i = 0; i < count; ++i) {
+    const bool small = bytes[i] < BNB_FSDP_LEAST_IN_BATCH;
+    if (small && is_staged(to[i])) return cudaErrorUnknown;  // the host might wait
+    batches_in += is_staged(to[i]);
+    small_batches_out += small;
+  }
   auto left = std::make_shared<std::vector<Copy>>();  // the arrays are the caller's again afterwards
   for (size_t i = 0; i < count; ++i) left->push_back({to[i], from[i], bytes[i]});
   queue(stream, [left] {
@@ -512,7 +517,7 @@ int main(int count, char** arguments) {
   left_out = count > 2 ? arguments[2] : "";
   int wrong = 0;
   for (int seed = 0; seed < seeds; ++seed) wrong += !run(static_cast<unsigned>(seed));
-  const bool fine = !left_out.empty() || others();
+  const bool fine = !left_out.empty() || (others() && batches_in > 0 && small_batches_out > 0);
   printf("wrong %d of %d%s\n", wrong, seeds, fine ? "" : ", and the others");
   return 0;
 }
