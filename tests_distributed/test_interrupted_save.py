@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,14 @@ from torch.distributed.fsdp import fully_shard
 
 import bnb_fsdp
 from bnb_fsdp import cli
+
+
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """Shells start what runs in the background with SIGINT ignored, and Python leaves that as it is."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Interrupted:

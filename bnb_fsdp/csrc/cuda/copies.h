@@ -13,10 +13,10 @@
 
 namespace bnb_fsdp {
 
-// Bytes of the smallest copy to the device that is put in a batch. With smaller ones the call may keep the host as long
-// as the copies before it take, which no document says: seen with CUDA 13.0 on an H200, always with pieces of 7.5 KiB,
-// now and then with up to 23 KiB, never with more (docs/paged.md). cudaMemcpySrcAccessOrderAny does not wait, and would
-// race with the step before.
+// Bytes of the smallest copy to the device that is put in a batch. With smaller ones the call may keep the host
+// as long as the copies before it take, which no document says: seen with CUDA 13.0 on an H200, always with
+// pieces of 7.5 KiB, now and then with up to 23 KiB, never with more (docs/paged.md).
+// cudaMemcpySrcAccessOrderAny does not wait, and would race with the step before.
 constexpr int64_t kLeastInBatch = BNB_FSDP_LEAST_IN_BATCH;
 
 class Copies {
