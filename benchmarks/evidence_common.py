@@ -104,7 +104,7 @@ def attempt(run: Callable[[], Any]) -> str | None:
     try:
         run()
     except Exception as error:
-        # Of the files in a message, names without the folders of this machine.
+        # Of the files in a message, the names within their package, without the folders of this machine.
         return re.sub(r'(?<=File ")[^"]*/(?=[^/"]+/[^/"]+/[^/"]+")', "", f"{type(error).__name__}: {error}")
     return None
 

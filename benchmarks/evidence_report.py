@@ -105,7 +105,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _run_line(run: dict[str, Any]) -> str:
-    """Command, date, commit and versions of a run, as a row or a part keeps them."""
+    """Command, date, commit and versions of a run, as a row or a part keeps them; older files' rows do not."""
+    if "command" not in run:
+        return "not recorded"
     versions = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items() if version)
     return f"`{run['command']}`, {run['date']}, commit {run['commit']}; {versions}"
 
@@ -154,7 +156,12 @@ def _failure_table(rows: list[dict[str, Any]]) -> list[str]:
         return f"{' or '.join(map(str, counts))} of {row['tensors']}"
 
     header = ("optimizer", "first step", "tensors changed (each rank)")
-    return _table(header, ((row["optimizer"], outcome(row), changed(row)) for row in rows))
+    lines = _table(header, ((row["optimizer"], outcome(row), changed(row)) for row in rows))
+    if any(
+        "parameters" not in row for row in rows if not row.get("not_run")
+    ):  # a record of before it was float32
+        lines += ["", "bfloat16 on GPUs: the norms' weights of 1 do not move by the learning rate."]
+    return lines
 
 
 def reductions(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float, float | None]:

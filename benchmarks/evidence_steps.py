@@ -91,9 +91,8 @@ def _first_step(
     missing = _missing(name)
     if missing:
         return {"optimizer": name, "not_run": missing}
-    model = shared.build(
-        options, process, torch.float32
-    )  # bfloat16 weights of 1 would not move by the learning rate
+    # In bfloat16 weights of 1 would not move by the learning rate.
+    model = shared.build(options, process, torch.float32)
     params = list(model.parameters())
     optimizer = make(params)
     before = [p.to_local().detach().clone() for p in params]
@@ -102,7 +101,8 @@ def _first_step(
     synchronised = shared.attempt(lambda: shared.synchronize(process))
     changed = sum(not torch.equal(old, p.to_local()) for old, p in zip(before, params))
     report = {
-        "optimizer": name, "error": error, "error_at_synchronize": synchronised, "tensors": len(params),
+        "optimizer": name, "parameters": "float32", "error": error, "error_at_synchronize": synchronised,
+        "tensors": len(params),
         "tensors_changed": changed,
     }  # fmt: skip
     by_rank = shared.gather(report)

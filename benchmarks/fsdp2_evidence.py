@@ -124,14 +124,10 @@ def _earlier(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any
         return {}
     found: dict[str, Any] = json.loads(options.json.read_text())
     for key in SAME:
-        if found[key] != here[key]:
+        if found.get(key) != here[key]:
             raise SystemExit(
-                f"{options.json}: {key} is {found[key]}, here {here[key]}: give another file to --json"
+                f"{options.json}: {key} is {found.get(key)}, here {here[key]}: give another file to --json"
             )
-    of_steps = found.get("measured", {}).get("steps", found)
-    for row in found.get("steps", []):  # of files that did not say it
-        for key in RUN:
-            row.setdefault(key, of_steps[key])
     return found
 
 

@@ -22,7 +22,7 @@ MIB = 1 << 20
 PIECE = 32 * MIB
 PINNED = 512 * MIB
 PAGE = 4096
-CYCLES = 2_000_000  # of a GPU's clock in a millisecond, or less
+CYCLES = 2_000_000  # a millisecond at least, of a clock of up to 2 GHz
 PACKAGES = ("bnb_fsdp", "bitsandbytes", "transformers")
 
 

@@ -194,6 +194,7 @@ class Contender:
         self.touches: list[float] = []
         self.back_to_back: list[float] = []
         self.behind: list[float] = []
+        self.behind_late = 0
 
     def _complete(self) -> None:
         if self.wait is not None:
@@ -223,6 +224,7 @@ class Contender:
             call = statistics.median(s.call for s in self.samples)
             found = common.behind(gpu, step, self.wait, call)
             self.behind += [] if found is None else [found]
+            self.behind_late += found is None
 
     def finish(self) -> dict[str, Any]:
         for key in common.Sample._fields:
@@ -234,6 +236,8 @@ class Contender:
         if self.back_to_back:
             self.row["back_to_back"] = common.summary(self.back_to_back)
             self.row["back_to_back_rounds"] = [round(value, 5) for value in self.back_to_back]
+        if self.behind or self.behind_late:
+            self.row["behind_late"] = self.behind_late  # rounds left out: the host was later than the work
         if self.behind:
             self.row["behind"] = common.summary(self.behind)
             self.row["behind_rounds"] = [round(value, 5) for value in self.behind]

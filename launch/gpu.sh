@@ -27,10 +27,13 @@ for argument in "$@"; do
   esac
 done
 known="tests distributed parity kernels steps triton loop host family paged fsdp2 checkpoints sanitize"
-for name in "${parts[@]}"; do
-  case " $known " in *" $name "*) ;; *) echo "unknown part $name; choose among $known" >&2; exit 2 ;; esac
-done
 [ ${#parts[@]} -gt 0 ] || read -ra parts <<< "$known"
+for name in "${parts[@]}"; do
+  case " $known " in
+    *" ${name// /,} "*) ;;
+    *) echo "unknown part $name; choose among $known" >&2; exit 2 ;;
+  esac
+done
 python="${PYTHON:-python3}"
 export PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 if ! gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"; then

@@ -11,8 +11,8 @@ Policy = str | int
 """One of `POLICIES`, or the bytes of device memory that state may take."""
 
 BUFFERS = 3
-"""Staging buffers: one comes in, one is updated, one goes out. Four were not faster with chunks of the size that is
-taken (docs/paged.md)."""
+"""Staging buffers: one comes in, one is updated, one goes out. On a quiet host four were not faster, with chunks of
+the size that is taken (docs/paged.md)."""
 
 CHUNK_SIZES = tuple(mib << 20 for mib in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 """Bytes."""
