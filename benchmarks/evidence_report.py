@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +90,17 @@ def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
     lines = [f"{result['world_size']} ranks ({result['backend']}), {result['device']}."]
-    for part, title, rows_of in (
-        ("failure", "First step under FSDP2", _failure_table),
-        ("steps", "Steps", _steps_tables),
-        ("losses", "Losses on real text", _losses_table),
-        ("trace", "Within step()", _trace_table),
-    ):
-        if part in result:
-            lines += ["", f"### {title}", ""]
-            if part != "steps":
-                lines += [_run_line(result.get("measured", {}).get(part, result)), ""]
-            lines += rows_of(result[part])
+
+    def part(name: str, title: str, rows_of: Callable[[Any], list[str]]) -> list[str]:
+        if name not in result:
+            return []
+        run = _run_line(result.get("measured", {}).get(name, result))
+        return ["", f"### {title}", "", run, "", *rows_of(result[name])]
+
+    lines += part("failure", "First step under FSDP2", _failure_table)
+    lines += _steps_tables(result.get("steps", []))
+    lines += part("losses", "Losses on real text", _losses_table)
+    lines += part("trace", "Within step()", _trace_table)
     return "\n".join(lines)
 
 
@@ -114,17 +114,15 @@ def _run_line(run: dict[str, Any]) -> str:
 
 def _steps_tables(rows: list[dict[str, Any]]) -> list[str]:
     """A table for each dtype, and the runs that the rows are of."""
-    runs = list(dict.fromkeys(map(_run_of, rows)))
+    runs = _runs(rows)
     lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        lines += [
-            f"{dtype} parameters:",
-            "",
-            *_steps_table([r for r in rows if r["dtype"] == dtype], runs),
-            "",
-        ]
+        own = [row for row in rows if row["dtype"] == dtype]
+        lines += ["", f"### {dtype} parameters", "", *_steps_table(own, runs)]
     if len(runs) > 1:
-        lines += ["Several runs, maybe on several hosts: iterations compare within a run only.", ""]
+        lines += ["", "Several runs, maybe on several hosts: iterations compare within a run only."]
+    if runs:
+        lines.append("")
     first = {_run_of(row): row for row in reversed(rows)}
     return lines + [f"* run {number}: {_run_line(first[run])}" for number, run in enumerate(runs, 1)]
 
@@ -157,9 +155,8 @@ def _failure_table(rows: list[dict[str, Any]]) -> list[str]:
 
     header = ("optimizer", "first step", "tensors changed (each rank)")
     lines = _table(header, ((row["optimizer"], outcome(row), changed(row)) for row in rows))
-    if any(
-        "parameters" not in row for row in rows if not row.get("not_run")
-    ):  # a record of before it was float32
+    # Of a record from before they were float32.
+    if any("parameters" not in row for row in rows if not row.get("not_run")):
         lines += ["", "bfloat16 on GPUs: the norms' weights of 1 do not move by the learning rate."]
     return lines
 
@@ -175,6 +172,10 @@ def reductions(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float, 
 
 def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return row.get("date"), row.get("commit"), row.get("command")
+
+
+def _runs(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return list(dict.fromkeys(map(_run_of, rows)))
 
 
 def _steps_table(rows: list[dict[str, Any]], runs: list[tuple[Any, ...]]) -> list[str]:
@@ -382,7 +383,7 @@ def _draw_times(axis: Any, rows: list[dict[str, Any]], key: str, title: str, log
 
     axis.set_title(title, fontsize=11)
     places = _places(rows)
-    runs = list(dict.fromkeys(map(_run_of, rows)))
+    runs = _runs(rows)
     shown = [(at, row) for at, row in places if key in row]
     for at, row in shown:
         spread = row[key]
