@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_inventories import commit
 from torch import nn
 
 import bnb_fsdp
@@ -119,10 +119,9 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
+        "commit": commit(),
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
         "instruction_set": cpu.instruction_set(),

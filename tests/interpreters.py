@@ -10,6 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 
 @cache
 def interpreters() -> dict[str, str]:
@@ -33,3 +35,22 @@ def interpreters() -> dict[str, str]:
         if result.returncode == 0 and implementation == "CPython" and version:
             found.setdefault(version, name)
     return {version: name for version, name in found.items() if int(version.split(".")[1]) >= 10}
+
+
+every_python = pytest.mark.parametrize(
+    "python", [pytest.param(name, id=f"python-{version}") for version, name in interpreters().items()]
+)
+
+
+def run_script(python: str, script: str, folder: Path, *arguments: str, **environment: str) -> None:
+    """Run ``script``, which must end well; PATH and ``environment`` are its environment, warnings are errors."""
+    file = folder / "script.py"
+    file.write_text(script)
+    result = subprocess.run(
+        [python, "-W", "error", str(file), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], **environment},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreters import interpreters
+from interpreters import every_python, run_script
 
 import bnb_fsdp
 from bnb_fsdp import backends, callers
@@ -71,17 +69,9 @@ with warnings.catch_warnings():
 """
 
 
-@pytest.mark.parametrize(
-    "python", [pytest.param(name, id=f"python-{version}") for version, name in interpreters().items()]
-)
+@every_python
 def test_the_first_frame_outside_is_named(python: str, tmp_path: Path) -> None:
-    file = tmp_path / "script.py"
-    file.write_text(SCRIPT)
-    result = subprocess.run(
-        [python, "-W", "error", str(file), str(callers.__file__)],
-        capture_output=True, text=True, timeout=60, env={"PATH": os.environ["PATH"]},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_script(python, SCRIPT, tmp_path, str(callers.__file__))
 
 
 def parameter() -> torch.nn.Parameter:

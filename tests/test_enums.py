@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from interpreters import interpreters
+from interpreters import every_python, run_script
 
 import bnb_fsdp
 
@@ -174,17 +172,6 @@ assert knows_not.returncode and "new_one is none of ['old', 'other']" in knows_n
         pytest.param(PROCESSES, id="pickle-loads-where-the-member-is-known"),
     ],
 )
-@pytest.mark.parametrize(
-    "python", [pytest.param(name, id=f"python-{version}") for version, name in interpreters().items()]
-)
+@every_python
 def test_extended_enum(python: str, script: str, tmp_path: Path) -> None:
-    file = tmp_path / "script.py"
-    file.write_text(LOAD + script)
-    result = subprocess.run(
-        [python, "-W", "error", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"]},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_script(python, LOAD + script, tmp_path)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
-import pytest
-from interpreters import interpreters
+from interpreters import every_python, run_script
 
 from bnb_fsdp.backends import native
 
@@ -48,17 +45,7 @@ assert step[0] == 1.0
 """
 
 
-@pytest.mark.parametrize(
-    "python", [pytest.param(name, id=f"python-{version}") for version, name in interpreters().items()]
-)
+@every_python
 def test_library_loads_steps_and_reports_errors(python: str, tmp_path: Path) -> None:
-    file = tmp_path / "script.py"
-    file.write_text(SCRIPT)
-    result = subprocess.run(
-        [python, "-W", "error", str(file), native.__file__],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], native.DIRECTORY_VARIABLE: str(native.load("cpu").path.parent)},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    directory = str(native.load("cpu").path.parent)
+    run_script(python, SCRIPT, tmp_path, native.__file__, **{native.DIRECTORY_VARIABLE: directory})

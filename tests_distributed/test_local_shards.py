@@ -231,16 +231,22 @@ def results() -> Results:
     return functools.cache(lambda world: ranks.run(world, check_all, world))
 
 
+def matching(results: list[Any], key: tuple[str, str], wanted: list[tuple[int, ...]]) -> list[dict[str, Any]]:
+    """What every rank found of ``key``: that all was as it should be, and that shards of ``wanted`` were looked at."""
+    cases = [result[key] for result in results]
+    for rank, case in enumerate(cases):
+        assert case["mismatches"] == [], f"rank {rank}"
+        assert case["checked"] >= STEPS * len(wanted) * 3
+    return cases
+
+
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"world{world}")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_shard_equals_plain_local_tensor_bit_for_bit(
     results: Results, world: int, dtype: str, optimizer: str
 ) -> None:
-    for rank, result in enumerate(results(world)):
-        case = result[(dtype, optimizer)]
-        assert case["mismatches"] == [], f"rank {rank}"
-        assert case["checked"] >= STEPS * len(shapes(world)) * 3
+    matching(results(world), (dtype, optimizer), shapes(world))
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"world{world}")
@@ -250,10 +256,7 @@ def test_every_other_optimizer_steps_shards_as_plain_local_tensors(
     results: Results, world: int, dtype: str, optimizer: str
 ) -> None:
     sizes = set()
-    for rank, result in enumerate(results(world)):
-        case = result[(dtype, optimizer)]
-        assert case["mismatches"] == [], f"rank {rank}"
-        assert case["checked"] >= STEPS * len(few_shapes(world)) * 3
+    for case in matching(results(world), (dtype, optimizer), few_shapes(world)):
         for shape, kind in case["kinds"].items():
             eight = optimizer.endswith("8bit") and torch.Size(shape).numel() >= 4096
             assert kind == (torch.uint8 if eight else torch.float32), shape
