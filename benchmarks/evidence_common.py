@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import platform
 import re
@@ -153,4 +154,10 @@ def machine(process: Process) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    return installed_versions(PACKAGES)
+    """Of the packages, and of the NCCL that is loaded: torch itself tells the one that it was built with."""
+    found: dict[str, str | None] = installed_versions(PACKAGES)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        number = ctypes.c_int()
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        found["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+    return found

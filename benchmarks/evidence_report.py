@@ -89,7 +89,9 @@ def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [f"{result['world_size']} ranks ({result['backend']}), {result['device']}."]
+    lines = [f"{result['world_size']} ranks ({result['backend']}), {_device(result)}."]
+    if result.get("ranks_per_gpu", 1) > 1:
+        lines += ["", "Ranks share a GPU: nothing was timed."]
 
     def part(name: str, title: str, rows_of: Callable[[Any], list[str]]) -> list[str]:
         if name not in result:
@@ -102,6 +104,11 @@ def table(result: dict[str, Any]) -> str:
     lines += part("losses", "Losses on real text", _losses_table)
     lines += part("trace", "Within step()", _trace_table)
     return "\n".join(lines)
+
+
+def _device(result: dict[str, Any]) -> str:
+    sharing = result.get("ranks_per_gpu", 1)
+    return str(result["device"]) if sharing == 1 else f"{sharing} on each {result['device']}"
 
 
 def _run_line(run: dict[str, Any]) -> str:
@@ -195,15 +202,15 @@ def _steps_table(rows: list[dict[str, Any]], runs: list[tuple[Any, ...]]) -> lis
         floor = (
             f", {row['optimizer_ms']['median'] / row['floor_ms']:.2f} x floor" if "floor_ms" in row else ""
         )
-        if "timed_rank" not in row:
+        if "timed_rank" not in row and "optimizer_ms" in row:
             floor += f" (rank 0; medians {', '.join(f'{ms:.2f}' for ms in row['optimizer_median_ms'])})"
         few = "" if row["steps"] == row["steps_wanted"] else f" of {row['steps_wanted']}: out of time"
         return [
             row["optimizer"], f"{max(row['state_bytes']) / 2**20:,.1f}",
             f"{sum(row['state_bytes']) / sum(row['local_parameters']):.3f}", _percent(by_formula),
             "-" if by_measure is None else _percent(by_measure), _gibibytes(row["peak_allocated_bytes"]),
-            _gibibytes(row["peak_reserved_bytes"]), _times(row["optimizer_ms"]) + floor, _times(row["iteration_ms"]),
-            f"{row['steps']}{few}", f"{row['loss_first']:.3f} to {row['loss_last']:.3f}{finite}",
+            _gibibytes(row["peak_reserved_bytes"]), _times(row.get("optimizer_ms")) + floor,
+            _times(row.get("iteration_ms")), f"{row['steps']}{few}", f"{row['loss_first']:.3f} to {row['loss_last']:.3f}{finite}",
         ]  # fmt: skip
 
     if len(runs) == 1:
@@ -226,7 +233,9 @@ def _gibibytes(by_rank: list[int | None]) -> str:
     return f"{max(known) / 2**30:.2f}" if known else "-"
 
 
-def _times(spread: dict[str, float]) -> str:
+def _times(spread: dict[str, float] | None) -> str:
+    if spread is None:
+        return "-"
     return f"{spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})"
 
 
@@ -333,14 +342,21 @@ def draw(result: dict[str, Any], path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(15, 10.5))
     rows = result.get("steps", [])
-    _draw_times(axes[0, 0], rows, "optimizer_ms", "step(): ms, median, p10 to p90", log=True)
-    _draw_times(axes[0, 1], rows, "iteration_ms", "whole iteration: ms, median, p10 to p90", log=False)
-    _draw_memory(axes[1, 0], rows)
-    _draw_losses(axes[1, 1], result.get("losses", {"not_run": "not in this run"}))
+    timed = result.get("ranks_per_gpu", 1) == 1
+    figure, axes = pyplot.subplots(1 + timed, 2, figsize=(15, 10.5 if timed else 6), squeeze=False)
+    if timed:
+        _draw_times(axes[0, 0], rows, "optimizer_ms", "step(): ms, median, p10 to p90", log=True)
+        _draw_times(axes[0, 1], rows, "iteration_ms", "whole iteration: ms, median, p10 to p90", log=False)
+    _draw_memory(axes[-1, 0], rows)
+    _draw_losses(axes[-1, 1], result.get("losses", {"not_run": "not in this run"}))
     size = "tiny Llama" if result["tiny"] else "Llama of 1.1 billion parameters"
-    figure.suptitle(f"FSDP2, {result['world_size']} x {result['device']}: {size}; torch {result['torch']}")
+    where = (
+        f"{result['world_size']} x {result['device']}"
+        if timed
+        else f"{result['world_size']} ranks, {_device(result)}"
+    )
+    figure.suptitle(f"FSDP2, {where}: {size}; torch {result['torch']}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

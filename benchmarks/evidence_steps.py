@@ -134,7 +134,8 @@ def steps(
             shared.free(process)
             save(rows)
             shown = row.get("optimizer_ms", {}).get("median")
-            text = f"{shown:.3f} ms a step" if shown is not None else row.get("error") or row.get("not_run")
+            text = row.get("error") or row.get("not_run") or f"{row['steps']} steps"
+            text = text if shown is None else f"{shown:.3f} ms a step"
             process.say(f"{dtype} {name}: {str(text)[:150]}")
 
 
@@ -195,18 +196,25 @@ def _measure(make: Maker, dtype: str, options: argparse.Namespace, process: shar
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "build_peak_allocated_bytes": build_peak,
-        "optimizer_median_ms": statistics.median(times["optimizer_ms"]),
     }
     by_rank = shared.gather(here)
-    medians = [row["optimizer_median_ms"] for row in by_rank]
-    slowest = medians.index(max(medians))
-    times = shared.gather(times)[slowest]
     return {
         "tensors": len(params), "parameters": sum(p.numel() for p in params), "warmup_steps": warmed,
         "steps": count, "steps_wanted": options.steps,
         **{key: [row[key] for row in by_rank] for key in here},
-        "timed_rank": slowest, **{key: spread(values) for key, values in times.items()},
+        **({} if process.ranks_per_gpu > 1 else _of_the_slowest(times)),
         "loss_first": mean[0], "loss_last": mean[-1], "losses_finite": all(map(math.isfinite, mean)),
+    }  # fmt: skip
+
+
+def _of_the_slowest(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Median times of step() of every rank, and all times of the one whose is longest."""
+    by_rank = shared.gather(times)
+    medians = [statistics.median(each["optimizer_ms"]) for each in by_rank]
+    slowest = medians.index(max(medians))
+    return {
+        "optimizer_median_ms": medians, "timed_rank": slowest,
+        **{key: spread(values) for key, values in by_rank[slowest].items()},
     }  # fmt: skip
 
 

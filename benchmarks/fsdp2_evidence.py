@@ -7,6 +7,9 @@ Parts: "failure", bitsandbytes' first step; "steps", state, memory and times of 
 parameters for every optimizer; "losses", AdamW in 32 and in 8 bits on real text, full fine-tuning and LoRA; "trace",
 what the profiler sees within step(). --tiny takes tiny models, with gloo where there is no GPU.
 
+With NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer the ranks share the GPUs that there are: four on one, say. Then
+nothing is timed, as it would not be the time of ranks with a GPU each; everything else is as it is with one each.
+
 The exit status is 1 if the 8-bit run's final held-out loss is more than 0.5 % from the 32-bit run's, if the trace has
 a collective, copy or synchronisation in our step (or did not see the planted ones), or if one of our optimizers
 failed. Times are not judged.
@@ -25,7 +28,7 @@ import evidence_report
 
 PARTS = ("failure", "steps", "losses", "trace")
 RUN = ("date", "commit", "command", "versions")  # what a row or a part says of its run
-SAME = ("world_size", "backend", "device", "model", "tiny")  # or --add would mix
+SAME = ("world_size", "backend", "device", "model", "tiny", "ranks_per_gpu")  # or --add would mix
 
 
 def arguments() -> argparse.Namespace:
@@ -87,7 +90,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             **shared.machine(process), "versions": shared.versions(), "world_size": process.world,
             "backend": "nccl" if process.device.type == "cuda" else "gloo",
             "command": f"torchrun --nproc_per_node={process.world} {shlex.join(sys.argv)}",
-            "model": shared.configuration(options), "tiny": options.tiny,
+            "model": shared.configuration(options), "tiny": options.tiny, "ranks_per_gpu": process.ranks_per_gpu,
         }  # fmt: skip
         result: dict[str, Any] = _earlier(options, here) | here
 
@@ -122,7 +125,7 @@ def _earlier(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any
     """What the JSON file has already, with --add. SystemExit if it is of other processes, devices or models."""
     if not (options.add and options.json and options.json.exists()):
         return {}
-    found: dict[str, Any] = json.loads(options.json.read_text())
+    found: dict[str, Any] = {"ranks_per_gpu": 1, **json.loads(options.json.read_text())}
     for key in SAME:
         if found.get(key) != here[key]:
             raise SystemExit(

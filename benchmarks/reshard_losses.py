@@ -25,6 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import common
+from cuda_inventories import commit
+
 BEFORE, AFTER, BATCH, LENGTH = 10, 10, 8, 64
 HEADS = {512: 8, 360: 6}
 
@@ -66,11 +70,12 @@ def train(model: Any, optimizer: Any, first: int, count: int, device: torch.devi
 def rank_main(folder: Path, hidden: int, source: int | None) -> None:
     import bnb_fsdp
 
-    local = int(os.environ["LOCAL_RANK"])
-    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local) if gpus else torch.device("cpu")
+    # Together: all on GPUs, or none.
+    gpus = common.gpu_of(int(os.environ["LOCAL_WORLD_SIZE"]) - 1) is not None
+    device = common.gpu_of(int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+    assert device is not None
     if gpus:
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if gpus else "gloo")
     world = dist.get_world_size()
@@ -165,7 +170,9 @@ def main() -> int:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         report = {
             "date": date.today().isoformat(),
+            "commit": commit(),
             "machine": machine,
+            "gpus": torch.cuda.device_count(),
             **versions,
             "rows": rows,
             "wrong": len(wrong),

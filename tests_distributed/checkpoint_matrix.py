@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import ranks
 import torch
@@ -840,8 +839,8 @@ def refusals(run: Run, kind_name: str, saved: str, folder: Path) -> Iterator[Res
 
 
 def gpus() -> int:
-    """GPUs to use; one alone is left, so that all worlds run on the same kind of device."""
-    count = torch.cuda.device_count()
+    """How many ranks get a GPU; one alone is left, so that all worlds run on the same kind of device."""
+    count = ranks.gpu_ranks()
     return count if count > 1 else 0
 
 
@@ -861,20 +860,23 @@ def matrix(
     merged: dict[tuple[str, ...], list[Any]] = {}
     with contextlib.ExitStack() as stack:
         root = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(mock.patch.object(torch.cuda, "device_count", return_value=gpus()))
         torch.save(
             {signed: create_dynamic_map(signed).float() for signed in (True, False)}, Path(root) / "maps"
         )
         for world in counts:
             start = time.monotonic()
-            for problems in ranks.run(world, save_all, world, root, kind_names, timeout=timeout):
+            for problems in ranks.run(
+                world, save_all, world, root, kind_names, timeout=timeout, on_cpu=not gpus()
+            ):
                 for problem in problems:
                     merged[("saving", problem, "", "", "")] = [0, [problem]]
             log(f"saved on {world} ranks in {time.monotonic() - start:.0f} s")
         for world in counts:
             start = time.monotonic()
             for rank, results in enumerate(
-                ranks.run(world, load_all, world, root, kind_names, meshes, timeout=timeout)
+                ranks.run(
+                    world, load_all, world, root, kind_names, meshes, timeout=timeout, on_cpu=not gpus()
+                )
             ):
                 for case, _, moved, problems in results:
                     entry = merged.setdefault(case, [0, []])

@@ -25,9 +25,21 @@ import torch.distributed as dist
 DEFAULT_TIMEOUT = 300.0
 
 
+SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own variable: 1 lets several ranks of a group be on one GPU. NCCL 2.30 is the first to know it."""
+
+
+def gpu_ranks() -> int:
+    """How many ranks may have a GPU: each one of its own, or any number where NCCL is told to share them."""
+    count = torch.cuda.device_count()
+    return sys.maxsize if count and os.environ.get(SHARE) == "1" else count
+
+
 def device() -> Any:
     """This rank's device: its GPU if the group runs on GPUs, else the CPU."""
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    if dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
 
 
 def run(
@@ -39,7 +51,7 @@ def run(
 ) -> list[Any]:
     """``function(*args)`` on every rank of an NCCL group if there are GPUs enough, else gloo; the results by rank.
 
-    ``on_cpu``: gloo in any case.
+    ``on_cpu``: gloo in any case. Ranks share GPUs if NCCL_MULTI_RANK_GPU_ENABLE is 1 (see `SHARE`).
 
     ``function`` is a module-level function. Ranks meet through a file, so that runs side by side cannot collide on a
     port. A rank that raises, dies or does not finish in ``timeout`` seconds fails the test with the output of all.
@@ -56,7 +68,7 @@ def run(
             "LOCAL_WORLD_SIZE": str(world_size),
             "PYTHONFAULTHANDLER": "1",
         }
-        if on_cpu or torch.cuda.device_count() < world_size:
+        if on_cpu or gpu_ranks() < world_size:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # or fully_shard would take the GPUs that there are
         results = [directory / f"result{rank}.pickle" for rank in range(world_size)]
         logs = [stack.enter_context((directory / f"out{rank}").open("w+")) for rank in range(world_size)]
@@ -117,9 +129,9 @@ def _main() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["rank_module"] = module
     spec.loader.exec_module(module)
-    on_gpus = torch.cuda.device_count() >= world_size
+    on_gpus = gpu_ranks() >= world_size
     if on_gpus:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if on_gpus else "gloo",
         init_method=f"file://{directory / 'rendezvous'}",
