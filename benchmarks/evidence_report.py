@@ -210,7 +210,8 @@ def _steps_table(rows: list[dict[str, Any]], runs: list[tuple[Any, ...]]) -> lis
             f"{sum(row['state_bytes']) / sum(row['local_parameters']):.3f}", _percent(by_formula),
             "-" if by_measure is None else _percent(by_measure), _gibibytes(row["peak_allocated_bytes"]),
             _gibibytes(row["peak_reserved_bytes"]), _times(row.get("optimizer_ms")) + floor,
-            _times(row.get("iteration_ms")), f"{row['steps']}{few}", f"{row['loss_first']:.3f} to {row['loss_last']:.3f}{finite}",
+            _times(row.get("iteration_ms")), f"{row['steps']}{few}",
+            f"{row['loss_first']:.3f} to {row['loss_last']:.3f}{finite}",
         ]  # fmt: skip
 
     if len(runs) == 1:

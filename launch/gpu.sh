@@ -98,12 +98,12 @@ fi
 for name in "${parts[@]}"; do
   case "$name" in
     tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider ;;
-    distributed)  # Files side by side. As many ranks as there are GPUs run with NCCL, more with gloo; the files that are
-      # left out run on CPUs in any case.
+    distributed)  # Files (FILES) side by side, the longest first. As many ranks as there are GPUs run with NCCL, more with
+      # gloo; the files that are not named here run on CPUs in any case.
       say "tests_distributed: up to $ranks ranks with NCCL$shared, more with gloo"
       running=()
-      for file in local_shards dtensors trust_sharded fsdp2_features contracts gradients_in_flight other_wrappers \
-        off_mesh lr0_steps paged_ranks checkpoints interchange_sharded save_checkpoint interrupted_save latest_checkpoint resume; do
+      for file in ${FILES:-checkpoints save_checkpoint off_mesh local_shards trust_sharded paged_ranks fsdp2_features dtensors \
+        interchange_sharded interrupted_save resume other_wrappers lr0_steps latest_checkpoint contracts gradients_in_flight}; do
         while [ "$(jobs -rp | wc -l)" -ge "$side_by_side" ]; do sleep 0.2; done
         part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider &
         running+=("$!")

@@ -350,6 +350,30 @@ def test_elements_that_do_not_exist_have_no_say() -> None:
     assert absmax.tolist() == [2.0] and new[0, :3].tolist() == [255] * 3
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@both_maps
+def test_requantising_gives_the_same_bits_on_a_gpu(signed: bool) -> None:
+    """State in host memory is requantised there, state on the GPU there; a checkpoint loads as the same either way."""
+    rng = np.random.default_rng(0)
+    # Codes about zero lead no block: then the scale is a quotient.
+    codes = rng.integers(40, 215, (4000, 256)).astype(np.uint8)
+    codes[:1000] = rng.integers(0, 256, (1000, 256))
+    scales = (10.0 ** rng.uniform(-40, 10, (4000, 1)) * rng.choice([0.5, 1, 3], (4000, 256))).astype(
+        np.float32
+    )
+    arguments = (
+        torch.from_numpy(codes),
+        torch.from_numpy(scales),
+        torch.from_numpy(rng.random((4000, 256)) < 0.9),
+    )
+    here = blocks.requantize(*arguments, signed)
+    there = blocks.requantize(*(each.cuda() for each in arguments), signed)
+    for name, ours, theirs in zip(("codes", "scales"), here, there):
+        bits = [each.cpu().view(torch.uint8) for each in (ours, theirs)]
+        assert torch.equal(*bits), f"{int((bits[0] != bits[1]).sum())} bytes of the {name} differ"
+
+
 def cycled(width: int, rows: int, grids: list[list[int]], signed: bool, cycles: list[int]) -> list[float]:
     """Relative L2 distance from the start after going through ``grids`` and back to the first so many times."""
     rng = np.random.default_rng(0)

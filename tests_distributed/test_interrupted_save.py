@@ -124,8 +124,10 @@ def test_a_signal_within_torch_save_ends_the_loop(
         process.kill()
         process.wait()
     assert "training goes on" not in output and "trained to the end" not in output
-    assert process.returncode == status, output
-    assert ("KeyboardInterrupt" in output) == (sent == signal.SIGINT)
+    # Python ends with status 1 instead of by the signal if anything evaluated code after the exception, as torch's
+    # teardown of CUDA does.
+    assert process.returncode == status or (process.returncode, sent) == (1, signal.SIGINT), output
+    assert (output.rstrip().rpartition("\n")[2] == "KeyboardInterrupt") == (sent == signal.SIGINT)
     saves = tmp_path / "saves"
     assert not saves.exists() or list(saves.iterdir()) == []
     assert bnb_fsdp.latest_checkpoint(saves) is None

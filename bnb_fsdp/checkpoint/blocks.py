@@ -147,8 +147,8 @@ def requantize(codes: Tensor, scales: Tensor, inside: Tensor, signed: bool) -> t
     values = (
         torch.where(inside, table[codes.long()] * scales, 0.0) + 0.0
     )  # no negative zero, whose code is not 0
-    lowest = float(table[0])
-    bound = torch.where(values < 0, values / lowest, values) if signed else values
+    # By a tensor: torch's CUDA kernels multiply by the inverse of a number, and checkpoints would depend on the device.
+    bound = torch.where(values < 0, values / table[:1], values) if signed else values
     leads = (codes == 255) | (codes == 0) if signed else codes == 255
     # The leading code's value is its scale times the end of the map: the division would round.
     bound = torch.where(leads & inside & (values != 0), scales, bound)
