@@ -124,8 +124,7 @@ def test_a_signal_within_torch_save_ends_the_loop(
         process.kill()
         process.wait()
     assert "training goes on" not in output and "trained to the end" not in output
-    # Python ends with status 1 instead of by the signal if anything evaluated code after the exception, as torch's
-    # teardown of CUDA does.
+    # Python ends by the signal, but with torch 2.11 with status 1 where torch._dynamo was imported, whatever was run.
     assert process.returncode == status or (process.returncode, sent) == (1, signal.SIGINT), output
     assert (output.rstrip().rpartition("\n")[2] == "KeyboardInterrupt") == (sent == signal.SIGINT)
     saves = tmp_path / "saves"
