@@ -89,8 +89,8 @@ def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [f"{result['world_size']} ranks ({result['backend']}), {_device(result)}."]
-    if result.get("ranks_per_gpu", 1) > 1:
+    lines = [f"{result['world_size']} ranks ({result['backend']}), {_devices(result)}."]
+    if _sharing(result) > 1:
         lines += ["", "Ranks share a GPU: nothing was timed."]
 
     def part(name: str, title: str, rows_of: Callable[[Any], list[str]]) -> list[str]:
@@ -106,9 +106,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _device(result: dict[str, Any]) -> str:
-    sharing = result.get("ranks_per_gpu", 1)
-    return str(result["device"]) if sharing == 1 else f"{sharing} on each {result['device']}"
+def _sharing(result: dict[str, Any]) -> int:
+    """Ranks on one GPU. Older files do not say: they are of one each."""
+    return int(result.get("ranks_per_gpu", 1))
+
+
+def _devices(result: dict[str, Any]) -> str:
+    sharing = _sharing(result)
+    each = "" if sharing == 1 else f", {sharing} ranks on each"
+    return f"{-(-result['world_size'] // sharing)} x {result['device']}{each}"
 
 
 def _run_line(run: dict[str, Any]) -> str:
@@ -344,20 +350,25 @@ def draw(result: dict[str, Any], path: Path) -> bool:
     from matplotlib import pyplot
 
     rows = result.get("steps", [])
-    timed = result.get("ranks_per_gpu", 1) == 1
-    figure, axes = pyplot.subplots(1 + timed, 2, figsize=(15, 10.5 if timed else 6), squeeze=False)
-    if timed:
-        _draw_times(axes[0, 0], rows, "optimizer_ms", "step(): ms, median, p10 to p90", log=True)
-        _draw_times(axes[0, 1], rows, "iteration_ms", "whole iteration: ms, median, p10 to p90", log=False)
-    _draw_memory(axes[-1, 0], rows)
-    _draw_losses(axes[-1, 1], result.get("losses", {"not_run": "not in this run"}))
+    panels: list[Callable[[Any], None]] = [lambda axis: _draw_memory(axis, rows)]
+    if _sharing(result) == 1:
+        panels = [
+            lambda axis: _draw_times(axis, rows, "optimizer_ms", "step(): ms, median, p10 to p90", log=True),
+            lambda axis: _draw_times(
+                axis, rows, "iteration_ms", "whole iteration: ms, median, p10 to p90", log=False
+            ),
+            *panels,
+        ]
+    if _sharing(result) == 1 or "losses" in result:
+        panels.append(lambda axis: _draw_losses(axis, result.get("losses", {"not_run": "not in this run"})))
+    high = math.ceil(len(panels) / 2)
+    wide = min(len(panels), 2)
+    figure, axes = pyplot.subplots(high, wide, figsize=(7.5 * wide, 5.25 * high), squeeze=False)
+    for panel, axis in zip(panels, axes.flat):
+        panel(axis)
     size = "tiny Llama" if result["tiny"] else "Llama of 1.1 billion parameters"
-    where = (
-        f"{result['world_size']} x {result['device']}"
-        if timed
-        else f"{result['world_size']} ranks, {_device(result)}"
-    )
-    figure.suptitle(f"FSDP2, {where}: {size}; torch {result['torch']}")
+    title = f"FSDP2, {_devices(result)}: {size}; torch {result['torch']}"
+    figure.suptitle(title, fontsize=None if wide > 1 else 9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -39,6 +39,23 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.parametrize(
+    "gpus, told, local_rank, index",
+    [(2, "0", 1, 1), (2, "0", 2, None), (1, "1", 3, 0), (2, "1", 3, 1), (0, "1", 0, None)],
+)
+def test_ranks_share_gpus_only_where_nccl_is_told_to(
+    common: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    told: str,
+    local_rank: int,
+    index: int | None,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", told)
+    assert common.gpu_of(local_rank) == (None if index is None else torch.device("cuda", index))
+
+
 def missing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torchrun
 
@@ -207,6 +209,46 @@ def test_table_and_figure_come_from_the_file_too(written: Path, tmp_path: Path) 
     bad.write_text(json.dumps(changed))
     status, output = run("--from", str(bad))
     assert status == 1 and "FAULT: trace of bnb_fsdp AdamW8bit, rank 1: 1 collectives" in output
+
+
+def test_ranks_that_share_a_gpu_are_not_timed(written: Path, tmp_path: Path) -> None:
+    """Neither measured: no time is in the row; nor shown: a result of theirs is a table and a figure without times."""
+    row, alone = ranks.run(1, shared_and_alone, on_cpu=True)[0]
+    times = {"optimizer_ms", "iteration_ms", "call_ms", "optimizer_median_ms", "timed_rank"}
+    assert alone.keys() - row.keys() == times and row.keys() < alone.keys()
+    for key in ("state_bytes", "local_parameters", "steps", "loss_first", "loss_last"):
+        assert row[key] == alone[key]
+    result = json.loads(written.read_text())
+    result["ranks_per_gpu"] = 2
+    result["steps"] = [{k: v for k, v in each.items() if k not in times} for each in result["steps"]]
+    path = tmp_path / "shared.json"
+    path.write_text(json.dumps(result))
+    status, output = run("--from", str(path), "--png", str(path.with_suffix(".png")))
+    assert status == 0, output
+    assert "1 x CPU" in output and "2 ranks on each" in output and "nothing was timed" in output
+    measured = [
+        line for line in output.splitlines() if line.startswith("| bnb_fsdp AdamW8bit |") and "%" in line
+    ]
+    assert len(measured) == 2 and all("| - | - | 3 |" in line for line in measured)
+    before = path.read_text()
+    status, output = run("--tiny", "--add", "--json", str(path), "--parts", "failure", ranks=2)
+    assert status == 1 and "ranks_per_gpu is 2, here 1: give another file" in output
+    assert path.read_text() == before
+
+
+def shared_and_alone() -> list[dict[str, Any]]:
+    sys.path.insert(0, str(BENCHMARKS))
+    import evidence_common
+    import evidence_steps
+
+    options = argparse.Namespace(tiny=True, warmup=2, steps=STEPS, seconds_per_optimizer=60.0)
+    rows = []
+    for sharing in (4, 1):
+        process = evidence_common.Process(0, 1, torch.device("cpu"), ranks_per_gpu=sharing)
+        rows.append(
+            evidence_steps._measure(evidence_steps.MAKERS["bnb_fsdp AdamW8bit"], "float32", options, process)
+        )
+    return rows
 
 
 # --- the verdict ------------------------------------------------------------------------------------------
