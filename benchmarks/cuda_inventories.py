@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import statistics
@@ -91,6 +92,25 @@ def commit() -> str | None:
     except OSError:
         return None
     return found.stdout.strip() or None
+
+
+def nccl_version() -> str | None:
+    """Of the library that is loaded, where it is one of its own; else the one that torch was built with."""
+    if not torch.distributed.is_nccl_available():
+        return None
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
+def nccl_settings() -> dict[str, str]:
+    """What the environment tells NCCL and CUDA's multi-process service."""
+    told = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    return told | ({"MPS": "on"} if (pipes / "control").exists() else {})
 
 
 def machine() -> dict[str, Any]:

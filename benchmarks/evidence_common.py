@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import platform
 import re
@@ -154,10 +153,6 @@ def machine(process: Process) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages, and of the NCCL that is loaded: torch itself tells the one that it was built with."""
+    """Of the packages, and of NCCL where there is a GPU."""
     found: dict[str, str | None] = installed_versions(PACKAGES)
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        number = ctypes.c_int()
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-        found["nccl"] = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
-    return found
+    return found | ({"nccl": inventories.nccl_version()} if torch.cuda.is_available() else {})

@@ -41,6 +41,8 @@ def faults(result: dict[str, Any]) -> list[str]:
     for row in result.get("failure", []) + result.get("steps", []):
         if row["optimizer"].startswith(OURS) and (text := next(filter(None, map(row.get, WHY_NOT)), None)):
             found.append(f"{row['optimizer']} ({row.get('dtype', 'failure')}): {text}")
+        elif row["optimizer"].startswith(OURS):
+            found += _unlikely(row)
     losses = result.get("losses", {})
     compared = {row["mode"] for row in losses.get("comparisons", [])}
     for mode in sorted({row["mode"] for row in losses.get("runs", [])} - compared):
@@ -52,6 +54,20 @@ def faults(result: dict[str, Any]) -> list[str]:
                 f"{row['relative_difference']:.2%} from {row['held_out_32bit']:.4f} with 32-bit state"
             )
     return found + _trace_faults(result.get("trace"))
+
+
+def _unlikely(row: dict[str, Any]) -> list[str]:
+    """What a row of ours that ended without an error says against it."""
+    found = []
+    if not row.get("losses_finite", True):
+        found.append(f"{row['optimizer']} ({row['dtype']}): a loss is not finite")
+    if row.get("parameters") == "float32":  # of the first step; in bfloat16 weights of 1 do not move
+        found += [
+            f"{row['optimizer']} (failure), rank {rank}: {each['tensors_changed']} of {row['tensors']} tensors changed"
+            for rank, each in enumerate(row["ranks"])
+            if each["tensors_changed"] != row["tensors"]
+        ]
+    return found
 
 
 def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
@@ -68,6 +84,13 @@ def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
         if not on_cpu and not row["returns_before_the_device"]:
             found.append(f"{where}: step() waited for what was queued before it")
         found += [f"{where}: {row[kind]} {NAMED_KINDS[kind]}" for kind in FAULTY_KINDS if row[kind]]
+    for rank, row in enumerate(trace[f"{OURS}LAMB8bit"]["ranks"]):
+        wanted = {"collectives": trace["profiled_steps"]}
+        found += [
+            f"trace of {OURS}LAMB8bit, rank {rank}: {row[kind]} {NAMED_KINDS[kind]}, expected {wanted.get(kind, 0)}"
+            for kind in FAULTY_KINDS
+            if row[kind] != wanted.get(kind, 0)
+        ]
     for rank, buckets in enumerate(trace[name]["handed_over"]):
         for row in buckets:
             if row["elements"] != row["elements_of_shards"]:
@@ -91,7 +114,7 @@ def table(result: dict[str, Any]) -> str:
     """Markdown."""
     lines = [f"{result['world_size']} ranks ({result['backend']}), {_devices(result)}."]
     if _sharing(result) > 1:
-        lines += ["", "Ranks share a GPU: nothing was timed."]
+        lines += ["", "Ranks share a GPU: no step was timed."]
 
     def part(name: str, title: str, rows_of: Callable[[Any], list[str]]) -> list[str]:
         if name not in result:
@@ -113,8 +136,11 @@ def _sharing(result: dict[str, Any]) -> int:
 
 def _devices(result: dict[str, Any]) -> str:
     sharing = _sharing(result)
-    each = "" if sharing == 1 else f", {sharing} ranks on each"
-    return f"{-(-result['world_size'] // sharing)} x {result['device']}{each}"
+    if result["backend"] != "nccl":
+        return str(result["device"])
+    if sharing == 1:
+        return f"{result['world_size']} x {result['device']}"
+    return f"up to {sharing} on one {result['device']}"
 
 
 def _run_line(run: dict[str, Any]) -> str:
@@ -206,7 +232,7 @@ def _steps_table(rows: list[dict[str, Any]], runs: list[tuple[Any, ...]]) -> lis
         by_formula, by_measure = reductions(row, rows)
         finite = "" if row["losses_finite"] else ", NOT FINITE"
         floor = (
-            f", {row['optimizer_ms']['median'] / row['floor_ms']:.2f} x floor" if "floor_ms" in row else ""
+            f", {max(row['optimizer_median_ms']) / row['floor_ms']:.2f} x floor" if "floor_ms" in row else ""
         )
         if "timed_rank" not in row and "optimizer_ms" in row:
             floor += f" (rank 0; medians {', '.join(f'{ms:.2f}' for ms in row['optimizer_median_ms'])})"
@@ -367,7 +393,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
     for panel, axis in zip(panels, axes.flat):
         panel(axis)
     size = "tiny Llama" if result["tiny"] else "Llama of 1.1 billion parameters"
-    title = f"FSDP2, {_devices(result)}: {size}; torch {result['torch']}"
+    title = f"FSDP2, {result['world_size']} ranks, {_devices(result)}: {size}; torch {result['torch']}"
     figure.suptitle(title, fontsize=None if wide > 1 else 9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -116,7 +116,8 @@ def steps(
     options: argparse.Namespace, process: shared.Process, save: Callable[[list[dict[str, Any]]], None]
 ) -> None:
     """Every optimizer on the same model and data, with parameters of both dtypes; ``save`` gets the rows so far."""
-    bandwidth = inventories.copy_bandwidth() if process.device.type == "cuda" else None
+    alone = process.device.type == "cuda" and process.ranks_per_gpu == 1
+    bandwidth = inventories.copy_bandwidth() if alone else None
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
         for name, make in MAKERS.items():

@@ -8,7 +8,7 @@ parameters for every optimizer; "losses", AdamW in 32 and in 8 bits on real text
 what the profiler sees within step(). --tiny takes tiny models, with gloo where there is no GPU.
 
 With NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer the ranks share the GPUs that there are: four on one, say. Then
-nothing is timed, as it would not be the time of ranks with a GPU each; everything else is as it is with one each.
+no step is timed, as it would not be the time of ranks with a GPU each.
 
 The exit status is 1 if the 8-bit run's final held-out loss is more than 0.5 % from the 32-bit run's, if the trace has
 a collective, copy or synchronisation in our step (or did not see the planted ones), or if one of our optimizers
@@ -27,7 +27,7 @@ from typing import Any
 import evidence_report
 
 PARTS = ("failure", "steps", "losses", "trace")
-RUN = ("date", "commit", "command", "versions")  # what a row or a part says of its run
+RUN = ("date", "commit", "command", "versions", "nccl_settings")  # what a row or a part says of its run
 SAME = ("world_size", "backend", "device", "model", "tiny", "ranks_per_gpu")  # or --add would mix
 
 
@@ -91,6 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "backend": "nccl" if process.device.type == "cuda" else "gloo",
             "command": f"torchrun --nproc_per_node={process.world} {shlex.join(sys.argv)}",
             "model": shared.configuration(options), "tiny": options.tiny, "ranks_per_gpu": process.ranks_per_gpu,
+            "nccl_settings": shared.inventories.nccl_settings(),
         }  # fmt: skip
         result: dict[str, Any] = _earlier(options, here) | here
 

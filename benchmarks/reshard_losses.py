@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import common
-from cuda_inventories import commit
+from cuda_inventories import commit, nccl_settings, nccl_version
 
 BEFORE, AFTER, BATCH, LENGTH = 10, 10, 8, 64
 HEADS = {512: 8, 360: 6}
@@ -70,10 +70,11 @@ def train(model: Any, optimizer: Any, first: int, count: int, device: torch.devi
 def rank_main(folder: Path, hidden: int, source: int | None) -> None:
     import bnb_fsdp
 
-    # Together: all on GPUs, or none.
-    gpus = common.gpu_of(int(os.environ["LOCAL_WORLD_SIZE"]) - 1) is not None
-    device = common.gpu_of(int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
-    assert device is not None
+    gpu = common.gpu_of(
+        int(os.environ["LOCAL_RANK"])
+    )  # none of the ranks has one unless all have: see `launch`
+    gpus = gpu is not None
+    device = gpu if gpu is not None else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
@@ -108,7 +109,10 @@ def launch(folder: Path, world: int, hidden: int, source: int | None) -> dict[st
     ]  # fmt: skip
     if source is not None:
         command += ["--source", str(source)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if common.gpu_of(world - 1) is None:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # or fully_shard would take the GPUs that there are
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     path = folder / f"result{hidden}_{world}_{source}.json"
     if not path.exists():
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
@@ -173,6 +177,8 @@ def main() -> int:
             "commit": commit(),
             "machine": machine,
             "gpus": torch.cuda.device_count(),
+            "nccl": nccl_version() if torch.cuda.is_available() else None,
+            "nccl_settings": nccl_settings(),
             **versions,
             "rows": rows,
             "wrong": len(wrong),

@@ -179,6 +179,10 @@ class Process:
         return f"{self.world} {plural} on {name}{shared}, {backend}"
 
 
+def _may_share_gpus() -> bool:
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def gpu_of(local_rank: int) -> torch.device | None:
     """The GPU of a rank of this machine, None if there are fewer GPUs than ranks.
 
@@ -186,9 +190,16 @@ def gpu_of(local_rank: int) -> torch.device | None:
     on one GPU, not to be fast.
     """
     count = torch.cuda.device_count()
-    if count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    if count and _may_share_gpus():
         return torch.device("cuda", local_rank % count)
     return torch.device("cuda", local_rank) if local_rank < count else None
+
+
+def _ranks_per_gpu(device: torch.device) -> int:
+    """How many ranks are on the GPU that has most of them. A collective: all get the same number."""
+    gpus: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(device).uuid))
+    return max(map(gpus.count, gpus))
 
 
 @contextmanager
@@ -200,7 +211,6 @@ def processes(offload: bool = False) -> Iterator[Process]:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    ranks_per_gpu = 1
     if torch.cuda.is_available():
         gpu = gpu_of(local_rank)
         if gpu is None:
@@ -211,7 +221,6 @@ def processes(offload: bool = False) -> Iterator[Process]:
             )
         device = gpu
         torch.cuda.set_device(device)
-        ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // torch.cuda.device_count())
         backend, device_id = "cpu:gloo,cuda:nccl" if offload else "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
@@ -220,6 +229,7 @@ def processes(offload: bool = False) -> Iterator[Process]:
     else:
         # A store in this process's memory: no port to collide with another run.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    ranks_per_gpu = _ranks_per_gpu(device) if device.type == "cuda" and _may_share_gpus() else 1
     yield Process(dist.get_rank(), dist.get_world_size(), device, ranks_per_gpu=ranks_per_gpu)
     # Not in a finally: after an error on one rank the others never come to the barrier.
     dist.barrier()

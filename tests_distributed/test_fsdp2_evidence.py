@@ -133,8 +133,9 @@ def test_times_losses_and_what_is_said_of_them_agree(result: dict[str, Any]) -> 
 
 def test_a_later_run_adds_to_an_earlier_one(written: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    path.write_text(written.read_text())
-    before = json.loads(path.read_text())
+    before = json.loads(written.read_text())
+    del before["ranks_per_gpu"]  # as in files from before ranks could share one
+    path.write_text(json.dumps(before))
     arguments = ("--tiny", "--add", "--json", str(path), "--warmup", "1")
     more = ("--parts", "steps", "losses", "--only", "torch AdamW", "--steps", "5", "--loss-steps", "3")
     status, output = run(*arguments, *more, ranks=2)
@@ -219,17 +220,19 @@ def test_ranks_that_share_a_gpu_are_not_timed(written: Path, tmp_path: Path) -> 
     for key in ("state_bytes", "local_parameters", "steps", "loss_first", "loss_last"):
         assert row[key] == alone[key]
     result = json.loads(written.read_text())
-    result["ranks_per_gpu"] = 2
+    result.update(ranks_per_gpu=2, backend="nccl")
     result["steps"] = [{k: v for k, v in each.items() if k not in times} for each in result["steps"]]
     path = tmp_path / "shared.json"
     path.write_text(json.dumps(result))
     status, output = run("--from", str(path), "--png", str(path.with_suffix(".png")))
     assert status == 0, output
-    assert "1 x CPU" in output and "2 ranks on each" in output and "nothing was timed" in output
+    assert "2 ranks (nccl), up to 2 on one CPU" in output and "no step was timed" in output
     measured = [
         line for line in output.splitlines() if line.startswith("| bnb_fsdp AdamW8bit |") and "%" in line
     ]
     assert len(measured) == 2 and all("| - | - | 3 |" in line for line in measured)
+    result["backend"] = "gloo"
+    path.write_text(json.dumps(result))
     before = path.read_text()
     status, output = run("--tiny", "--add", "--json", str(path), "--parts", "failure", ranks=2)
     assert status == 1 and "ranks_per_gpu is 2, here 1: give another file" in output
@@ -263,6 +266,21 @@ def test_forbidden_work_in_our_step_is_a_fault(result: dict[str, Any], kind: str
     result["trace"]["bnb_fsdp AdamW8bit"]["ranks"][1][kind] = 2
     [fault] = REPORT.faults(result)
     assert "rank 1: 2 " in fault
+
+
+@pytest.mark.parametrize("found", [0, 6])
+def test_lamb_with_another_number_of_collectives_is_a_fault(result: dict[str, Any], found: int) -> None:
+    result["trace"]["bnb_fsdp LAMB8bit"]["ranks"][0]["collectives"] = found
+    assert REPORT.faults(result) == [f"trace of bnb_fsdp LAMB8bit, rank 0: {found} collectives, expected 3"]
+
+
+def test_a_loss_that_is_not_finite_and_weights_that_do_not_move_are_faults(result: dict[str, Any]) -> None:
+    result["steps"][0]["losses_finite"] = False
+    result["failure"][0]["ranks"][1]["tensors_changed"] = 20
+    assert REPORT.faults(result) == [
+        "bnb_fsdp AdamW8bit (failure), rank 1: 20 of 21 tensors changed",
+        "bnb_fsdp AdamW8bit (float32): a loss is not finite",
+    ]
 
 
 def test_a_trace_that_sees_nothing_is_a_fault(result: dict[str, Any]) -> None:
