@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -681,32 +679,6 @@ def everything(world: int) -> dict[str, list[str]]:
         except Exception:  # the ranks run the same code: all of them get here
             found[name] = [traceback.format_exc()]
     return found
-
-
-# A row of docs/distributed.md names tests as `test_x.py::test_name[case]`, those of this file by the case alone.
-NAMED = re.compile(r"`(test_\w+\.py)(?:::(test_\w+))?(?:\[([^\]`]+)\])?`")
-DOCUMENT = Path(__file__).parent.parent / "docs" / "distributed.md"
-
-
-def test_every_row_of_the_support_tables_names_tests_that_exist() -> None:
-    sections = DOCUMENT.read_text().split("\n## ")
-    rows = [
-        line
-        for section in sections
-        if section.startswith(("What is supported", "LAMB and LARS", "What is refused"))
-        for line in section.splitlines()
-        if line.startswith("| ") and not line.endswith("| the test |")
-    ]
-    assert len(rows) > 40
-    for row in rows:
-        found = NAMED.findall(row)
-        assert found, row
-        for file, function, case in found:
-            paths = [DOCUMENT.parent.parent / folder / file for folder in ("tests", "tests_distributed")]
-            text = "".join(path.read_text() for path in paths if path.exists())
-            assert not function or f"def {function}(" in text, row
-            assert function or file == Path(__file__).name, row
-            assert not case or f'"{case}"' in text, row
 
 
 @pytest.fixture(scope="module")
