@@ -315,7 +315,7 @@ BREAKAGES = [
         [
             Edit(
                 "bnb_fsdp/checkpoint/blocks.py",
-                "bound = torch.where(values < 0, values / lowest, values) if signed else values",
+                "bound = torch.where(values < 0, values / table[:1], values) if signed else values",
                 "bound = values.abs()",
             ),
             Edit(
