@@ -103,7 +103,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+    """Whether elements share memory for certain: a stride of 0, or less memory from first to last than elements."""
+    extents = [(size - 1, stride) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
+    span = 1 + sum(steps * stride for steps, stride in extents)
+    return span < tensor.numel() or any(stride == 0 for _, stride in extents)
 
 
 def check(parameter: Tensor, name: str) -> None:

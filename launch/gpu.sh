@@ -104,8 +104,8 @@ for name in "${parts[@]}"; do
       # gloo; the files that are not named here are of CPUs alone, as are most tests of the *save* and latest* files.
       say "tests_distributed: up to $ranks ranks with NCCL$shared, more with gloo"
       running=()
-      for file in ${FILES:-checkpoints save_checkpoint off_mesh local_shards trust_sharded paged_ranks fsdp2_features dtensors \
-        interchange_sharded interrupted_save other_wrappers lr0_steps latest_checkpoint contracts gradients_in_flight ranks}; do
+      for file in ${FILES:-checkpoints save_checkpoint off_mesh local_shards trust_sharded paged_ranks fsdp2_features fsdp2_combinations \
+        dtensors interchange_sharded interrupted_save other_wrappers lr0_steps latest_checkpoint contracts gradients_in_flight ranks}; do
         while [ "$(jobs -rp | wc -l)" -ge "$side_by_side" ]; do sleep 0.2; done
         part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider &
         running+=("$!")

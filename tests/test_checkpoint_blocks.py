@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bnb_fsdp.checkpoint import blocks
 
@@ -348,6 +350,32 @@ def test_elements_that_do_not_exist_have_no_say() -> None:
     inside = torch.arange(256)[None] < 3
     new, absmax = blocks.requantize(codes, scales, inside, True)
     assert absmax.tolist() == [2.0] and new[0, :3].tolist() == [255] * 3
+
+
+class Divisors(TorchDispatchMode):
+    """What every division inside divides by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.name().startswith("aten::div"):
+            self.found.append(args[1])
+        assert "reciprocal" not in function.name(), "multiplied by the inverse on every device"
+        return function(*args, **(kwargs or {}))
+
+
+@both_maps
+def test_requantising_divides_by_tensors_that_no_kernel_takes_for_numbers(signed: bool) -> None:
+    """torch's CUDA kernels multiply by the inverse of a Python number, and of a 0-dim tensor in host memory: the codes
+    would be others than on the CPU. (The end of the map for negative values, if there are any, and the scales.)"""
+    codes = torch.arange(512).remainder(256).to(torch.uint8).view(2, 256)
+    scales = torch.rand(2, 256, generator=torch.Generator().manual_seed(0)) + 0.5
+    with Divisors() as divisors:
+        blocks.requantize(codes, scales, torch.ones(2, 256, dtype=torch.bool), signed)
+    assert len(divisors.found) == (2 if signed else 1)
+    assert [x for x in divisors.found if not isinstance(x, torch.Tensor) or x.dim() == 0] == []
 
 
 @pytest.mark.cuda

@@ -66,6 +66,46 @@ def refusals() -> dict[str, str]:
     return texts
 
 
+def refusals_of_storage() -> dict[str, tuple[str, bool]]:
+    """Shards whose elements share memory, within one parameter or between two: error texts, and whether all stayed."""
+    mesh = init_device_mesh(ranks.device().type, (dist.get_world_size(),))
+    rows, columns = SHAPE[0] // dist.get_world_size(), SHAPE[1]
+    memory = torch.randn(2 * rows * columns, generator=torch.Generator().manual_seed(7)).to(ranks.device())
+
+    def part(first: int, stride: tuple[int, int] = (columns, 1)) -> nn.Parameter:
+        shard = memory.as_strided((rows, columns), stride, first)
+        placed = DTensor.from_local(
+            shard, mesh, [Shard(0)], shape=SHAPE, stride=(columns, 1), run_check=False
+        )
+        return nn.Parameter(placed)
+
+    cases = {
+        "all rows are one": [("decoder.weight", part(0, (0, 1)))],
+        "all columns are one": [("decoder.weight", part(0, (1, 0)))],
+        "rows that share elements": [("decoder.weight", part(0, (columns - 1, 1)))],
+        "the same memory": [("encoder.weight", part(0)), ("decoder.weight", part(0))],
+        "one element in common": [("encoder.weight", part(0)), ("decoder.weight", part(rows * columns - 1))],
+        "side by side": [("encoder.weight", part(0)), ("decoder.weight", part(rows * columns))],
+    }
+    found = {}
+    for name, named in cases.items():
+        before, text, optimizer = memory.clone(), "", None
+        try:
+            optimizer = bnb_fsdp.AdamW8bit(named)
+            for _, parameter in named:
+                parameter.grad = distributed(1, mesh, [Shard(0)])
+            optimizer.step()
+        except ValueError as error:
+            text = str(error)
+        has_state = optimizer is not None and len(optimizer.state) > 0
+        found[name] = (text, torch.equal(memory, before) and not has_state)
+    return found
+
+
+def all_refusals() -> tuple[dict[str, str], dict[str, tuple[str, bool]]]:
+    return refusals(), refusals_of_storage()
+
+
 def placements_match_local(mesh_shape: tuple[int, ...], names: list[list[Any]]) -> list[str]:
     """Step DTensors of all the placements in one optimizer, a plain tensor among them; what differs from plain ones."""
     mesh = init_device_mesh(ranks.device().type, mesh_shape)
@@ -122,12 +162,37 @@ def operators_of_a_step() -> tuple[list[str], bool, int]:
     return watch.operators, watch.saw_dtensor, len(optimizer.state)
 
 
-def test_what_cannot_work_is_refused_by_name_and_nothing_changes() -> None:
-    for texts in ranks.run(2, refusals):
+@pytest.fixture(scope="module")
+def refused() -> list[tuple[dict[str, str], dict[str, tuple[str, bool]]]]:
+    """What `all_refusals` found on each rank."""
+    return ranks.run(2, all_refusals)
+
+
+def test_what_cannot_work_is_refused_by_name_and_nothing_changes(refused: Any) -> None:
+    for texts, _ in refused:
         assert "parameter 'decoder.weight'" in texts["partial"] and "redistribute" in texts["partial"]
         for name in ("replicated gradient", "partial gradient"):
             assert "parameter 'decoder.weight'" in texts[name] and "Redistribute the gradient" in texts[name]
         assert texts["unchanged"] == "True"
+
+
+ALONE = ("all rows are one", "all columns are one", "rows that share elements")
+PAIRS = ("the same memory", "one element in common")
+
+
+def test_shards_that_share_memory_are_refused_by_name_and_nothing_changes(refused: Any) -> None:
+    for _, found in refused:
+        for name in ALONE:
+            text, unchanged = found[name]
+            assert "parameter 'decoder.weight'" in text and "stride" in text and unchanged, (name, text)
+        for name in ALONE:
+            assert "overlapping storage" in found[name][0]
+        for name in PAIRS:
+            text, unchanged = found[name]
+            assert "'encoder.weight'" in text and "'decoder.weight'" in text and unchanged, (name, text)
+            assert "overlapping storage" in text
+        assert found["side by side"] == ("", False)
+        assert set(found) == {*ALONE, *PAIRS, "side by side"}
 
 
 @pytest.mark.parametrize(

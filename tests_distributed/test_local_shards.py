@@ -52,6 +52,7 @@ RULES = {
     "AdEMAMix": rules.ADEMAMIX,
 }
 WORLDS = (1, 2, 4)
+BOUNDARIES = (255, 256, 257, 4095, 4096, 4097)  # of local tensors: a block, and the least size of 8-bit state
 Results = Callable[[int], list[Any]]
 
 # Rows of a multiple of 256 elements: blocks do not depend on the number of ranks.
@@ -74,8 +75,9 @@ def shapes(world: int) -> list[tuple[int, ...]]:
 
 
 def few_shapes(world: int) -> list[tuple[int, ...]]:
-    """Whole blocks and a partial one, both sides of 4,096, rows across blocks, empty shards."""
-    return [(world * 256,), (world * 257,), (4095,), (world * 2049,), (3, 1700), (1, 5000), (5,)]
+    """Local tails around a block and around 4,096, a global 4,095, rows across blocks, empty shards."""
+    tails = [(world * tail,) for tail in BOUNDARIES]
+    return [*tails, (4095,), (3, 1700), (1, 5000), (5,)]
 
 
 class Weighted(nn.Module):
@@ -104,12 +106,30 @@ def settings(name: str) -> dict[str, Any]:
     return (OPTIMIZERS | FAMILY)[name]
 
 
+def rule_of(name: str) -> rules.Rule:
+    return RULES[name.removesuffix("32bit").removesuffix("8bit")]
+
+
+def fresh_state(name: str, parameter: Tensor, bits: int) -> dict[str, Tensor]:
+    """State before the first step, of a local tensor."""
+    state = {"step": torch.zeros(())}
+    for number in range(1, 1 + len(rule_of(name).signed)):
+        dtype = torch.uint8 if bits == 8 else torch.float32
+        state[f"state{number}"] = torch.zeros(parameter.shape, dtype=dtype)
+        if bits == 8:
+            state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // 256))
+    return state
+
+
 def expected_step(
-    name: str, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]
+    name: str,
+    given: dict[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Parameter and state after one step of the rules, from clones of the local tensors."""
-    given = settings(name)
-    rule = RULES[name.removesuffix("32bit").removesuffix("8bit")]
+    """Parameter and state after one step of the rules, from clones of the local tensors; ``given``: all settings."""
+    rule = rule_of(name)
     step = int(state["step"]) + 1
     rates = given.get("betas") or (given.get("momentum") or given.get("alpha") or 0.0,)
     hyper = rules.Hyper(
@@ -134,12 +154,20 @@ def expected_step(
     return {**result, "parameter": new.view(parameter.shape)}
 
 
-def plain_step(name: str, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def plain_step(
+    name: str,
+    given: dict[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+) -> dict[str, Tensor]:
     """Parameter and state after one step of a plain tensor on this rank's GPU, from clones of the local tensors."""
     plain = nn.Parameter(parameter.to(ranks.device()))
+    if hasattr(plain, "grad_dtype"):
+        plain.grad_dtype = gradient.dtype
     plain.grad = gradient.to(ranks.device())
     minimum = 0 if "absmax1" in state else 2**62
-    other = getattr(bnb_fsdp, name)([plain], **settings(name), min_8bit_size=minimum)
+    other = getattr(bnb_fsdp, name)([plain], **given, min_8bit_size=minimum)
     other.state[plain] = {
         name: value.clone() if name == "step" else value.to(ranks.device()) for name, value in state.items()
     }
@@ -177,14 +205,9 @@ def check_case(shapes: list[tuple[int, ...]], dtype_name: str, optimizer_name: s
             state = optimizer.state[p]
             if step == 0:
                 bits = 8 if p.numel() >= 4096 and "8bit" in optimizer_name else 32
-                names = [n for n in state if n.startswith("state")]
-                start = {n: torch.zeros_like(state[n], device="cpu") for n in names}
-                if bits == 8:
-                    count = -(-before[index][0].numel() // 256)
-                    start.update({n.replace("state", "absmax"): torch.zeros(count) for n in names})
-                previous.append({**start, "step": torch.zeros(())})
+                previous.append(fresh_state(optimizer_name, before[index][0], bits))
             oracle = plain_step if ranks.device().type == "cuda" else expected_step
-            expected = oracle(optimizer_name, *before[index], previous[index])
+            expected = oracle(optimizer_name, settings(optimizer_name), *before[index], previous[index])
             actual = {name: tensor.cpu() for name, tensor in (*state.items(), ("parameter", p.to_local()))}
             if set(actual) != set(expected):
                 mismatches.append(
@@ -264,11 +287,14 @@ def test_every_other_optimizer_steps_shards_as_plain_local_tensors(
     assert (0 in sizes) == (world > 1)
 
 
-def test_shards_meet_the_boundaries_they_are_meant_to(results: Results) -> None:
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *FAMILY])
+def test_shards_meet_the_boundaries_they_are_meant_to(results: Results, optimizer: str) -> None:
     for world in WORLDS:
-        sizes = {n for result in results(world) for n in result[("float32", "AdamW8bit")]["local"]}
-        assert {255, 256, 257, 4095, 4096, 4097} <= sizes
-    assert any(0 in result[("float32", "AdamW8bit")]["local"] for result in results(4))
+        for dtype in DTYPES:
+            for result in results(world):
+                local = result[(dtype, optimizer)]["local"]
+                assert set(BOUNDARIES) - set(local) == set(), (world, dtype)
+    assert any(0 in result[("float32", optimizer)]["local"] for result in results(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
