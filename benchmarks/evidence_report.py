@@ -53,7 +53,7 @@ def faults(result: dict[str, Any]) -> list[str]:
                 f"{row['mode']}: the final held-out loss with 8-bit state, {row['held_out_8bit']:.4f}, is "
                 f"{row['relative_difference']:.2%} from {row['held_out_32bit']:.4f} with 32-bit state"
             )
-    return found + _trace_faults(result.get("trace"))
+    return found + _trace_faults(result.get("trace"), result["world_size"])
 
 
 def _unlikely(row: dict[str, Any]) -> list[str]:
@@ -63,14 +63,14 @@ def _unlikely(row: dict[str, Any]) -> list[str]:
         found.append(f"{row['optimizer']} ({row['dtype']}): a loss is not finite")
     if row.get("parameters") == "float32":  # of the first step; in bfloat16 weights of 1 do not move
         found += [
-            f"{row['optimizer']} (failure), rank {rank}: {each['tensors_changed']} of {row['tensors']} tensors changed"
+            f"{row['optimizer']} (failure), rank {rank}: {each['tensors_changed']} of {here} tensors changed"
             for rank, each in enumerate(row["ranks"])
-            if each["tensors_changed"] != row["tensors"]
+            if each["tensors_changed"] != (here := each.get("tensors_here", row["tensors"]))
         ]
     return found
 
 
-def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
+def _trace_faults(trace: dict[str, Any] | None, world_size: int) -> list[str]:
     if trace is None:
         return []
     name, found = f"{OURS}AdamW8bit", []
@@ -85,7 +85,7 @@ def _trace_faults(trace: dict[str, Any] | None) -> list[str]:
             found.append(f"{where}: step() waited for what was queued before it")
         found += [f"{where}: {row[kind]} {NAMED_KINDS[kind]}" for kind in FAULTY_KINDS if row[kind]]
     for rank, row in enumerate(trace[f"{OURS}LAMB8bit"]["ranks"]):
-        wanted = {"collectives": trace["profiled_steps"]}
+        wanted = {"collectives": trace["profiled_steps"] if world_size > 1 else 0}
         found += [
             f"trace of {OURS}LAMB8bit, rank {rank}: {row[kind]} {NAMED_KINDS[kind]}, expected {wanted.get(kind, 0)}"
             for kind in FAULTY_KINDS
@@ -144,11 +144,12 @@ def _devices(result: dict[str, Any]) -> str:
 
 
 def _run_line(run: dict[str, Any]) -> str:
-    """Command, date, commit and versions of a run, as a row or a part keeps them; older files' rows do not."""
+    """Command, date, commit, versions and NCCL's settings of a run; older files' rows do not have all."""
     if "command" not in run:
         return "not recorded"
     versions = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items() if version)
-    return f"`{run['command']}`, {run['date']}, commit {run['commit']}; {versions}"
+    settings = "".join(f", {name}={value}" for name, value in run.get("nccl_settings", {}).items())
+    return f"`{run['command']}`, {run['date']}, commit {run['commit']}; {versions}{settings}"
 
 
 def _steps_tables(rows: list[dict[str, Any]]) -> list[str]:
@@ -210,7 +211,8 @@ def reductions(row: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[float, 
 
 
 def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row.get("date"), row.get("commit"), row.get("command")
+    settings = tuple(sorted(row.get("nccl_settings", {}).items()))
+    return row.get("date"), row.get("commit"), row.get("command"), settings
 
 
 def _runs(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -231,11 +233,12 @@ def _steps_table(rows: list[dict[str, Any]], runs: list[tuple[Any, ...]]) -> lis
             return [row["optimizer"], f"{_why_not(row)}: {text}", *["-"] * 9]
         by_formula, by_measure = reductions(row, rows)
         finite = "" if row["losses_finite"] else ", NOT FINITE"
-        floor = (
-            f", {max(row['optimizer_median_ms']) / row['floor_ms']:.2f} x floor" if "floor_ms" in row else ""
-        )
-        if "timed_rank" not in row and "optimizer_ms" in row:
-            floor += f" (rank 0; medians {', '.join(f'{ms:.2f}' for ms in row['optimizer_median_ms'])})"
+        medians = row.get("optimizer_median_ms", [])
+        floor = ""
+        if medians and "timed_rank" not in row:
+            floor = f" on rank 0, medians {', '.join(f'{ms:.2f}' for ms in medians)}"
+        if "floor_ms" in row:
+            floor += f"; slowest {max(medians) / row['floor_ms']:.2f} x floor"
         few = "" if row["steps"] == row["steps_wanted"] else f" of {row['steps_wanted']}: out of time"
         return [
             row["optimizer"], f"{max(row['state_bytes']) / 2**20:,.1f}",

@@ -104,9 +104,13 @@ def _first_step(
         "optimizer": name, "parameters": "float32", "error": error, "error_at_synchronize": synchronised,
         "tensors": len(params),
         "tensors_changed": changed,
+        "tensors_here": sum(p.to_local().numel() > 0 for p in params),
     }  # fmt: skip
     by_rank = shared.gather(report)
-    return {**report, "ranks": [{key: row[key] for key in ("error", "tensors_changed")} for row in by_rank]}
+    return {
+        **report,
+        "ranks": [{key: row[key] for key in ("error", "tensors_changed", "tensors_here")} for row in by_rank],
+    }
 
 
 # --- steps --------------------------------------------------------------------------------------------

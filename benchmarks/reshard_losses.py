@@ -70,9 +70,8 @@ def train(model: Any, optimizer: Any, first: int, count: int, device: torch.devi
 def rank_main(folder: Path, hidden: int, source: int | None) -> None:
     import bnb_fsdp
 
-    gpu = common.gpu_of(
-        int(os.environ["LOCAL_RANK"])
-    )  # none of the ranks has one unless all have: see `launch`
+    # None of the ranks has one unless all have: see `launch`.
+    gpu = common.gpu_of(int(os.environ["LOCAL_RANK"]))
     gpus = gpu is not None
     device = gpu if gpu is not None else torch.device("cpu")
     if gpus:

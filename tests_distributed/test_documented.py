@@ -347,6 +347,16 @@ SITUATIONS: dict[str, Callable[[], str | None]] = {
 }
 
 
+ONLY_SAID_BY = {
+    "bitsandbytes, 8 bits": ["bitsandbytes.optimizer_update_8bit"],
+    "bitsandbytes, 32 bits": ["bitsandbytes.optimizer_update_32bit"],
+    "accelerate, a stranger among the parameters": ["couldn't be switched"],
+    "accelerate, one after the other": ["must be passed together"],
+    "CPUOffloadPolicy without a GPU": ["Cannot access accelerator device"],
+}
+"""Parts of the texts of what may be left out."""
+
+
 def left_out() -> set[str]:
     """Situations that need another package; and a build of torch for GPUs may word the lack of one otherwise."""
     lacking = {package for package in ("bitsandbytes", "accelerate") if not importlib.util.find_spec(package)}
@@ -361,7 +371,7 @@ def said_by_one() -> dict[str, str]:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     found = {}
-    for name in SITUATIONS.keys() - left_out():
+    for name in [name for name in SITUATIONS if name not in left_out()]:
         try:
             found[name] = SITUATIONS[name]() or "nothing"
         except AssertionError:
@@ -433,8 +443,8 @@ def test_a_text_of_the_table_of_failures_is_really_said(said: dict[str, str], te
     if text in NOT_RAISED:
         return
     if not any(pattern(text).search(message) for message in said.values()):
-        if left_out():
-            pytest.skip(f"maybe of what is not raised here: {sorted(left_out())}")
+        if any(part in text for name in left_out() for part in ONLY_SAID_BY[name]):
+            pytest.skip("not raised here")
         pytest.fail("\n".join(f"{name}: {message[:300]}" for name, message in sorted(said.items())))
 
 

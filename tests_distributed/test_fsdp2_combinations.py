@@ -142,9 +142,8 @@ class Whole:
             for key in ("state1", "state2"):
                 if not same_bits(gathered(state[key], p), expected[key].cpu()):
                     self.problems.append(f"{label}: {key} differs")
-            for key in sorted(
-                {"absmax1", "absmax2"} & set(state)
-            ):  # rows of 256: a scale each; ranks in one order
+            # Rows of 256: a scale each. Sorted, since every rank has to gather in the same order.
+            for key in sorted({"absmax1", "absmax2"} & set(state)):
                 scales = gathered(state[key][:, None], p, (len(p), 1))
                 if not same_bits(scales[:, 0], expected[key].cpu()):
                     self.problems.append(f"{label}: {key} differs")
@@ -284,7 +283,7 @@ def offloaded_replicas(kind: str) -> Problems:
 
 
 class Heads(nn.Module):
-    """Rows of 256, so that blocks are those of whole tensors: 37 uneven ones, 16 of 4,096 elements, a single one."""
+    """Rows of 256, so that blocks are those of whole tensors: 37 uneven ones, 16 with 4,096 elements together, one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +394,8 @@ def unused_parameters(kind: str) -> Problems | str:
                 mean = torch.zeros_like(q) if q.grad is None else q.grad
                 dist.all_reduce(mean)
                 mean /= dist.get_world_size()
-                if p.grad is None or not torch.allclose(p.grad.full_tensor(), mean, rtol=1e-3, atol=1e-6):
+                assert p.grad is not None  # on any rank
+                if not torch.allclose(p.grad.full_tensor(), mean, rtol=1e-3, atol=1e-6):
                     problems.append(f"the gradient of parameter {index} is not the mean over the ranks")
         alone.step(optimizer)
     if {int(optimizer.state[p]["step"]) for p in parameters} != {STEPS}:
@@ -537,7 +537,7 @@ def everything(world: int) -> dict[str, Problems | str]:
     for name, (function, arguments) in CASES[world].items():
         try:
             found[name] = function(*arguments)
-        except Exception:  # the ranks run the same code: all of them get here
+        except Exception:  # the same on all ranks, or else the others wait for this one until the time is up
             found[name] = [traceback.format_exc()]
     return found
 

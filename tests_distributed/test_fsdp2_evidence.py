@@ -274,6 +274,15 @@ def test_lamb_with_another_number_of_collectives_is_a_fault(result: dict[str, An
     assert REPORT.faults(result) == [f"trace of bnb_fsdp LAMB8bit, rank 0: {found} collectives, expected 3"]
 
 
+def test_one_rank_has_nobody_to_reduce_with(result: dict[str, Any]) -> None:
+    result["world_size"] = 1
+    for row in result["trace"]["bnb_fsdp LAMB8bit"]["ranks"]:
+        row["collectives"] = 0
+    assert REPORT.faults(result) == []
+    result["trace"]["bnb_fsdp LAMB8bit"]["ranks"][0]["collectives"] = 3
+    assert REPORT.faults(result) == ["trace of bnb_fsdp LAMB8bit, rank 0: 3 collectives, expected 0"]
+
+
 def test_a_loss_that_is_not_finite_and_weights_that_do_not_move_are_faults(result: dict[str, Any]) -> None:
     result["steps"][0]["losses_finite"] = False
     result["failure"][0]["ranks"][1]["tensors_changed"] = 20

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.mark.parametrize(
@@ -80,3 +86,19 @@ def seen() -> tuple[str, str, int]:
 def test_a_rank_beside_a_gpu_runs_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ranks.SHARE, "1")
     assert ranks.run(2, seen, on_cpu=True) == [("gloo", "cpu", 0)] * 2
+
+
+def most_on_one_gpu() -> int:
+    """As on three ranks of two GPUs, the second shared."""
+    spec = importlib.util.spec_from_file_location("examples_common", EXAMPLES / "common.py")
+    assert spec is not None and spec.loader is not None
+    common = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = common
+    spec.loader.exec_module(common)
+    uuid = ("a", "b", "b")[dist.get_rank()]
+    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid=uuid)
+    return int(common._ranks_per_gpu(torch.device("cuda", 0)))
+
+
+def test_ranks_agree_how_many_are_on_one_gpu() -> None:
+    assert ranks.run(3, most_on_one_gpu, on_cpu=True) == [2, 2, 2]
