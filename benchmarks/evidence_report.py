@@ -380,7 +380,8 @@ def draw(result: dict[str, Any], path: Path) -> bool:
 
     rows = result.get("steps", [])
     panels: list[Callable[[Any], None]] = [lambda axis: _draw_memory(axis, rows)]
-    if _sharing(result) == 1:
+    timed = _sharing(result) == 1
+    if timed:
         panels = [
             lambda axis: _draw_times(axis, rows, "optimizer_ms", "step(): ms, median, p10 to p90", log=True),
             lambda axis: _draw_times(
@@ -388,7 +389,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
             ),
             *panels,
         ]
-    if _sharing(result) == 1 or "losses" in result:
+    if timed or "losses" in result:
         panels.append(lambda axis: _draw_losses(axis, result.get("losses", {"not_run": "not in this run"})))
     high = math.ceil(len(panels) / 2)
     wide = min(len(panels), 2)

@@ -373,9 +373,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the counts to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # the drill's ranks have gloo, but fully_shard takes a GPU if there is one
-    )
+    # The drill's ranks have gloo, but fully_shard takes a GPU if there is one.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         drill = kill_drill(Path(folder), options.kills)
     outcomes: dict[str, str] = {}

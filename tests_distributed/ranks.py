@@ -100,6 +100,20 @@ def run(
         return [pickle.loads(path.read_bytes()) for path in results]
 
 
+def each(cases: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
+    """What every case, a function and its arguments, returns on this rank; a list of its traceback if it raises.
+
+    Cases raise on all ranks alike, or else the others wait for this one until the time is up.
+    """
+    found = {}
+    for name, (function, arguments) in cases.items():
+        try:
+            found[name] = function(*arguments)
+        except Exception:
+            found[name] = [traceback.format_exc()]
+    return found
+
+
 def _wait(processes: list[subprocess.Popen[bytes]], results: list[Path], timeout: float) -> str:
     """Wait for all; as soon as one fails, or all have results, they get a short while to end by themselves."""
     deadline = time.monotonic() + timeout

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -594,13 +593,7 @@ CASES: dict[str, Case] = {
 
 
 def everything() -> dict[str, list[str]]:
-    found = {}
-    for name, (function, arguments) in CASES.items():
-        try:
-            found[name] = function(*arguments)
-        except Exception:
-            found[name] = [traceback.format_exc()]
-    return found
+    return ranks.each(CASES)
 
 
 @pytest.fixture(scope="module")

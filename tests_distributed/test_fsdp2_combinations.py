@@ -10,7 +10,6 @@ it.
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,8 +17,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_fsdp2_features import Block, batch, blocks, local, loss_of, same_bits, shard
-from test_local_shards import different, expected_step, fresh_state, plain_step
+from test_fsdp2_features import Block, Whole, batch, blocks, local, loss_of, shard, train
+from test_local_shards import Weighted, different, expected_step, fresh_state, plain_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -45,9 +44,12 @@ def bits_of(kind: str, p: Tensor) -> int:
 
 
 class Alone:
-    """What the rules make of each parameter's local tensor, given its bits and all its settings."""
+    """An optimizer beside what the rules make of each parameter's local tensor, given its bits and all its settings."""
 
-    def __init__(self, kind: str, parameters: Iterable[tuple[nn.Parameter, int, dict[str, Any]]]) -> None:
+    def __init__(
+        self, optimizer: Any, kind: str, parameters: Iterable[tuple[nn.Parameter, int, dict[str, Any]]]
+    ) -> None:
+        self.optimizer = optimizer
         self.kind = kind
         self.rows = list(parameters)
         self.held = [
@@ -58,17 +60,17 @@ class Alone:
         self.steps = 0
         self.problems: Problems = []
 
-    def step(self, optimizer: Any) -> None:
-        """Step ``optimizer`` and these, and note what differs."""
+    def step(self) -> None:
+        """Step both, and note what differs."""
         gradients = [None if p.grad is None else on_host(p.grad) for p, *_ in self.rows]
-        optimizer.step()
+        self.optimizer.step()
         self.steps += 1
         for index, ((p, _, settings), gradient) in enumerate(zip(self.rows, gradients)):
             old = dict(self.held[index])
             if gradient is not None:
                 oracle = plain_step if local(p).device.type == "cuda" else expected_step
                 self.held[index] = oracle(self.kind, settings, old.pop("parameter"), gradient, old)
-            expected, found = self.held[index], {"parameter": p, **optimizer.state[p]}
+            expected, found = self.held[index], {"parameter": p, **self.optimizer.state[p]}
             label = f"step {self.steps}, parameter {index} of {tuple(p.shape)}"
             if set(found) != set(expected):
                 self.problems.append(f"{label}: {sorted(found)}, expected {sorted(expected)}")
@@ -78,7 +80,7 @@ class Alone:
                     self.problems.append(f"{label}: {key} differs ({wrong} bytes)")
             if local(p).numel() and not torch.equal(on_host(p), self.start[index]):
                 self.moved.add(index)
-        optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def report(self, losses: list[float] | None = None, still: Tensor | None = None) -> Problems:
         """Problems, among them a run that proved nothing or did not train. ``still`` is the one parameter to stay."""
@@ -96,77 +98,6 @@ class Alone:
 def on_host(tensor: Tensor) -> Tensor:
     """A copy of the local tensor."""
     return local(tensor).to("cpu", copy=True)
-
-
-def gathered(tensor: Tensor, p: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The whole of what is placed as the DTensor ``p`` (and has its shape), on the CPU. Under CPUOffloadPolicy, too,
-    whose local tensors are there while NCCL gathers on the GPU."""
-    whole = torch.empty(p.shape if shape is None else shape, device="meta")
-    shard = DTensor.from_local(
-        local(tensor).to(ranks.device()),
-        p.device_mesh,
-        p.placements,
-        shape=whole.shape,
-        stride=whole.stride(),
-        run_check=False,
-    )
-    return shard.full_tensor().cpu()
-
-
-class Whole:
-    """The same optimizer on whole plain tensors, on the CPU if the shards are there."""
-
-    def __init__(self, kind: str, parameters: Iterable[nn.Parameter], **settings: Any) -> None:
-        self.parameters = list(parameters)
-        self.twins = [nn.Parameter(gathered(p, p).to(local(p).device)) for p in self.parameters]
-        self.start = [twin.detach().clone() for twin in self.twins]
-        self.optimizer = getattr(bnb_fsdp, kind)(self.twins, **settings)
-        self.problems: Problems = []
-        self.steps = 0
-
-    def step(self, optimizer: Any) -> None:
-        """Step both. The moments, which no norm enters, have to be equal; parameters but for sums in another order."""
-        for p, twin in zip(self.parameters, self.twins):
-            twin.grad = gathered(p.grad, p).to(twin.device)
-        optimizer.step()
-        self.optimizer.step()
-        self.steps += 1
-        for index, (p, twin) in enumerate(zip(self.parameters, self.twins)):
-            label = f"step {self.steps}, parameter {index} of {tuple(p.shape)}"
-            apart = float((gathered(p, p) - twin.detach().cpu()).abs().max())
-            if not apart < 1e-6:
-                self.problems.append(f"{label} is {apart} from that of whole tensors")
-            state, expected = optimizer.state[p], self.optimizer.state[twin]
-            if set(state) != set(expected):
-                self.problems.append(f"{label}: keys {sorted(state)}, expected {sorted(expected)}")
-            for key in ("state1", "state2"):
-                if not same_bits(gathered(state[key], p), expected[key].cpu()):
-                    self.problems.append(f"{label}: {key} differs")
-            # Rows of 256: a scale each. Sorted, since every rank has to gather in the same order.
-            for key in sorted({"absmax1", "absmax2"} & set(state)):
-                scales = gathered(state[key][:, None], p, (len(p), 1))
-                if not same_bits(scales[:, 0], expected[key].cpu()):
-                    self.problems.append(f"{label}: {key} differs")
-        optimizer.zero_grad()
-
-    def report(self, losses: list[float]) -> Problems:
-        found = list(self.problems)
-        for index, (twin, start) in enumerate(zip(self.twins, self.start)):
-            if torch.equal(twin, start):
-                found.append(f"parameter {index} never moved")
-        if self.steps < 2 or not losses[-1] < losses[0]:
-            found.append(f"the loss did not fall: {losses}")
-        return found
-
-
-def train(model: nn.Module, optimizer: Any, twins: Alone | Whole, steps: int = STEPS) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = loss_of(model, batch())
-        loss.backward()
-        losses.append(float(loss))
-        twins.step(optimizer)
-    return losses
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -189,22 +120,6 @@ PADDED = ((33, 700), (33,), (5, 3), (1, 5000))
 SENTINEL = 1234.5  # no NaN: calculating with one gives the same bits again
 
 
-class Weighted(nn.Module):
-    """A sum of parameters times fixed numbers: gradients of any scale, on the shards of any size."""
-
-    def __init__(self, shapes: Iterable[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.tensors = nn.ParameterList(
-            nn.Parameter(normal(shape, index)) for index, shape in enumerate(shapes)
-        )
-
-    def forward(self, step: int) -> Tensor:
-        total = torch.zeros((), device=ranks.device())
-        for index, p in enumerate(self.tensors):
-            total = total + (p * normal(p.shape, 100 * (step + 1) + index)).sum()
-        return total
-
-
 def normal(shape: Iterable[int], seed: int) -> Tensor:
     value = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
     return value.to(ranks.device())
@@ -219,12 +134,12 @@ def behind(p: Tensor) -> Tensor:
 
 def padding(kind: str) -> Problems:
     """FSDP2 pads the shards of uneven rows to one size. No step touches what lies behind the local elements."""
-    model = Weighted(PADDED).to(ranks.device())
+    model = Weighted(list(PADDED), torch.float32).to(ranks.device())
     parameters = list(fully_shard(model).parameters())
     optimizer = getattr(bnb_fsdp, kind)(parameters, **SETTINGS[kind])
     alone = None  # LAMB's step is no matter of the shard alone
     if not kind.startswith("LAMB"):
-        alone = Alone(kind, [(p, bits_of(kind, p), SETTINGS[kind]) for p in parameters])
+        alone = Alone(optimizer, kind, [(p, bits_of(kind, p), SETTINGS[kind]) for p in parameters])
     for p in parameters:
         behind(p).fill_(SENTINEL)
     padded = torch.tensor([sum(behind(p).numel() for p in parameters)], device=ranks.device())
@@ -233,7 +148,7 @@ def padding(kind: str) -> Problems:
     for step in range(STEPS):
         model(step).backward()
         if alone is not None:
-            alone.step(optimizer)
+            alone.step()
         else:
             optimizer.step()
             optimizer.zero_grad()
@@ -267,10 +182,10 @@ def offloaded_replicas(kind: str) -> Problems:
     model = shard(blocks(), mesh=mesh, offload_policy=offload())
     parameters = list(model.parameters())
     optimizer = getattr(bnb_fsdp, kind)(parameters, **SETTINGS[kind])
-    alone = Alone(kind, [(p, bits_of(kind, p), SETTINGS[kind]) for p in parameters])
+    alone = Alone(optimizer, kind, [(p, bits_of(kind, p), SETTINGS[kind]) for p in parameters])
     losses = []
     for step in range(8):
-        losses += train(model, optimizer, alone, 1)
+        losses += train(model, alone, 1)
         held = [v for p in parameters for v in (local(p), *optimizer.state[p].values())]
         mine = torch.cat([v.contiguous().flatten().view(torch.uint8) for v in held]).to(ranks.device())
         first = mine.clone()
@@ -305,13 +220,13 @@ def offloaded_norms(kind: str, ratio: dict[str, Any]) -> Problems:
     parameters = list(model.parameters())
     settings = dict(lr=2e-2, weight_decay=0.1, **ratio)
     optimizer = getattr(bnb_fsdp, kind)(parameters, **settings)
-    whole = Whole(kind, parameters, **settings)
+    whole = Whole(optimizer, kind, parameters, **settings)
     losses = []
     for _ in range(STEPS):
         loss = (model(batch()[0]) - 1).square().mean()
         loss.backward()
         losses.append(float(loss))
-        whole.step(optimizer)
+        whole.step()
     found = {optimizer.state[p]["state1"].dtype for p in parameters}
     problems = [] if found == {torch.uint8, torch.float32} else [f"state is {found}"]
     return problems + whole.report(losses) + all_on_cpu(optimizer, parameters)
@@ -347,10 +262,10 @@ def mesh_by_parameter(kind: str) -> Problems | str:
     parameters = list(fully_shard(model, mesh=line).parameters())
     optimizer = getattr(bnb_fsdp, kind)(parameters, **SETTINGS[kind])
     if kind.startswith("LAMB"):
-        twins: Alone | Whole = Whole(kind, parameters, **SETTINGS[kind])
+        twins: Alone | Whole = Whole(optimizer, kind, parameters, **SETTINGS[kind])
     else:
-        twins = Alone(kind, [(p, bits_of(kind, p), SETTINGS[kind]) for p in parameters])
-    losses = train(model, optimizer, twins)
+        twins = Alone(optimizer, kind, [(p, bits_of(kind, p), SETTINGS[kind]) for p in parameters])
+    losses = train(model, twins)
     found = {(p.device_mesh.shape, tuple(map(str, p.placements))) for p in parameters}
     wanted = {((4,), (Shard(0),)), ((2,), (Shard(1),)), ((2, 2), (Replicate(), Shard(0)))}
     if found != {(shape, tuple(map(str, placements))) for shape, placements in wanted}:
@@ -382,7 +297,7 @@ def unused_parameters(kind: str) -> Problems | str:
     model.set_reduce_scatter_unused_params(True)
     parameters = list(model.parameters())
     optimizer = getattr(bnb_fsdp, kind)(parameters, **SETTINGS[kind])
-    alone = Alone(kind, [(p, bits_of(kind, p), SETTINGS[kind]) for p in parameters])
+    alone = Alone(optimizer, kind, [(p, bits_of(kind, p), SETTINGS[kind]) for p in parameters])
     problems, losses = [], []
     for step in range(STEPS):
         loss = loss_of(model, batch())
@@ -397,7 +312,7 @@ def unused_parameters(kind: str) -> Problems | str:
                 assert p.grad is not None  # on any rank
                 if not torch.allclose(p.grad.full_tensor(), mean, rtol=1e-3, atol=1e-6):
                     problems.append(f"the gradient of parameter {index} is not the mean over the ranks")
-        alone.step(optimizer)
+        alone.step()
     if {int(optimizer.state[p]["step"]) for p in parameters} != {STEPS}:
         problems.append("a parameter was left out of a step")
     # Zero gradients leave nothing but the decay, once a step.
@@ -413,13 +328,13 @@ def unused_parameters(kind: str) -> Problems | str:
 
 def other_gradients(kind: str, dtype: torch.dtype, others: tuple[torch.dtype, ...]) -> Problems | str:
     """Shards of ``dtype`` whose gradients are of another, which may change between steps."""
-    model = Weighted([(33, 300), (16, 256), (1, 5000), (5,)]).to(ranks.device(), dtype)
+    model = Weighted([(33, 300), (16, 256), (1, 5000), (5,)], dtype).to(ranks.device())
     parameters = list(fully_shard(model).parameters())
     if not hasattr(parameters[0], "grad_dtype"):
         return "this torch ties a gradient's dtype to its parameter's"
     settings = dict(SETTINGS[kind], lr=1e-2)  # or bfloat16 would hardly move
     optimizer = getattr(bnb_fsdp, kind)(parameters, **settings)
-    alone = Alone(kind, [(p, bits_of(kind, p), settings) for p in parameters])
+    alone = Alone(optimizer, kind, [(p, bits_of(kind, p), settings) for p in parameters])
     for p in parameters:
         p.grad_dtype = None
     found = set()
@@ -428,7 +343,7 @@ def other_gradients(kind: str, dtype: torch.dtype, others: tuple[torch.dtype, ..
             given = normal(p.shape, 10 * (step + 1) + index).to(others[step // 3])
             p.grad = distribute_tensor(given, p.device_mesh, p.placements, src_data_rank=None)
             found.add(local(p.grad).dtype)
-        alone.step(optimizer)
+        alone.step()
     problems = [] if found == set(others) else [f"gradients of {found}"]
     if {p.dtype for p in parameters} != {dtype}:
         problems.append("parameters changed their dtype")
@@ -482,13 +397,15 @@ def mixed(kind: str, names: tuple[str, ...]) -> Problems:
     overrides = {key: value for key, value in OVERRIDES.items() if names == tuple(MIXED)}
     optimizer = getattr(bnb_fsdp, kind)(groups, overrides=overrides)
     alone = Alone(
-        kind, [(parameters[name], MIXED[name][3], {**SETTINGS[kind], **settings[name]}) for name in names]
+        optimizer,
+        kind,
+        [(parameters[name], MIXED[name][3], {**SETTINGS[kind], **settings[name]}) for name in names],
     )
     for step in range(STEPS):
         for index, (name, p) in enumerate(parameters.items()):
             # In turn one parameter is without a gradient, as after a skipped part of the model.
             p.grad = None if 0 < step and index == step else made(name, step)
-        alone.step(optimizer)
+        alone.step()
     problems = alone.report()
     for name, p in parameters.items():
         eight = optimizer.state[p]["state1"].dtype is torch.uint8
@@ -533,13 +450,7 @@ CASES: dict[int, dict[str, Case]] = {
 
 
 def everything(world: int) -> dict[str, Problems | str]:
-    found: dict[str, Problems | str] = {}
-    for name, (function, arguments) in CASES[world].items():
-        try:
-            found[name] = function(*arguments)
-        except Exception:  # the same on all ranks, or else the others wait for this one until the time is up
-            found[name] = [traceback.format_exc()]
-    return found
+    return ranks.each(CASES[world])
 
 
 @pytest.fixture(scope="module")

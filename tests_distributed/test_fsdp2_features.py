@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -145,12 +144,76 @@ def batch(number: int = 0, same_on: int = 1) -> tuple[Tensor, Tensor]:
     return x.to(ranks.device()), x.roll(1, 1).to(ranks.device())
 
 
+def gathered(tensor: Tensor, p: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The whole of what is placed as the DTensor ``p`` (and has its shape), on the CPU. Under CPUOffloadPolicy, too,
+    whose local tensors are there while NCCL gathers on the GPU."""
+    whole = torch.empty(p.shape if shape is None else shape, device="meta")
+    shard = DTensor.from_local(
+        local(tensor).to(ranks.device()),
+        p.device_mesh,
+        p.placements,
+        shape=whole.shape,
+        stride=whole.stride(),
+        run_check=False,
+    )
+    return shard.full_tensor().cpu()
+
+
+class Whole:
+    """An optimizer beside the same on whole plain tensors, which are on the CPU if the shards are there."""
+
+    def __init__(
+        self, optimizer: Any, kind: str, parameters: Iterable[nn.Parameter], **settings: Any
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = list(parameters)
+        self.twins = [nn.Parameter(gathered(p, p).to(local(p).device)) for p in self.parameters]
+        self.start = [twin.detach().clone() for twin in self.twins]
+        self.plain = getattr(bnb_fsdp, kind)(self.twins, **settings)
+        self.problems: list[str] = []
+        self.steps = 0
+
+    def step(self) -> None:
+        """Step both. The moments, which no norm enters, have to be equal; parameters but for sums in another order."""
+        for p, twin in zip(self.parameters, self.twins):
+            twin.grad = gathered(p.grad, p).to(twin.device)
+        self.optimizer.step()
+        self.plain.step()
+        self.steps += 1
+        for index, (p, twin) in enumerate(zip(self.parameters, self.twins)):
+            label = f"step {self.steps}, parameter {index} of {tuple(p.shape)}"
+            apart = float((gathered(p, p) - twin.detach().cpu()).abs().max())
+            if not apart < 1e-6:
+                self.problems.append(f"{label} is {apart} from that of whole tensors")
+            state, expected = self.optimizer.state[p], self.plain.state[twin]
+            if set(state) != set(expected):
+                self.problems.append(f"{label}: keys {sorted(state)}, expected {sorted(expected)}")
+            for key in ("state1", "state2"):
+                if not same_bits(gathered(state[key], p), expected[key].cpu()):
+                    self.problems.append(f"{label}: {key} differs")
+            # Rows of 256: a scale each. Sorted, since every rank has to gather in the same order.
+            for key in sorted({"absmax1", "absmax2"} & set(state)):
+                scales = gathered(state[key][:, None], p, (len(p), 1))
+                if not same_bits(scales[:, 0], expected[key].cpu()):
+                    self.problems.append(f"{label}: {key} differs")
+        self.optimizer.zero_grad()
+
+    def report(self, losses: list[float]) -> list[str]:
+        found = list(self.problems)
+        for index, (twin, start) in enumerate(zip(self.twins, self.start)):
+            if torch.equal(twin, start):
+                found.append(f"parameter {index} never moved")
+        if self.steps < 2 or not losses[-1] < losses[0]:
+            found.append(f"the loss did not fall: {losses}")
+        return found
+
+
 def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
     result: Tensor = (model(data[0]).float() - data[1]).square().mean()
     return result
 
 
-def train(model: nn.Module, checked: Checked, steps: int = STEPS, same_on: int = 1) -> list[float]:
+def train(model: nn.Module, checked: Any, steps: int = STEPS, same_on: int = 1) -> list[float]:
     losses = []
     for _ in range(steps):
         loss = loss_of(model, batch(same_on=same_on))
@@ -536,26 +599,9 @@ def norms_on_another_mesh(as_dtensor: bool) -> list[str]:
     """LAMB takes each norm over its parameter's own mesh: beside a twin on the tensors that mesh holds, gathered."""
     model = mixture(as_dtensor)
     parameters = list(model.parameters())
-    twins = [nn.Parameter(p.full_tensor().detach().clone()) for p in parameters]
     settings = dict(lr=1e-2, weight_decay=0.1, max_unorm=0.5)
-    ours, twin_optimizer = bnb_fsdp.LAMB32bit(parameters, **settings), bnb_fsdp.LAMB32bit(twins, **settings)
-    losses, problems = [], []
-    for step in range(STEPS):
-        loss = loss_of(model, batch())
-        loss.backward()
-        losses.append(float(loss))
-        for p, twin in zip(parameters, twins):
-            twin.grad = p.grad.full_tensor()
-        ours.step()
-        twin_optimizer.step()
-        ours.zero_grad()
-        for index, (p, twin) in enumerate(zip(parameters, twins)):
-            apart = float((p.full_tensor() - twin).abs().max())
-            if not apart < 1e-6:
-                problems.append(f"step {step}: parameter {index} is {apart} from that of whole tensors")
-    if not losses[-1] < losses[0]:
-        problems.append(f"the loss did not fall: {losses}")
-    return problems
+    whole = Whole(bnb_fsdp.LAMB32bit(parameters, **settings), "LAMB32bit", parameters, **settings)
+    return whole.report(train(model, whole))
 
 
 def tensor_parallel(kind: str, data_parallel: int) -> list[str]:
@@ -672,13 +718,7 @@ CASES: dict[int, dict[str, Case]] = {
 
 
 def everything(world: int) -> dict[str, list[str]]:
-    found = {}
-    for name, (function, arguments) in CASES[world].items():
-        try:
-            found[name] = function(*arguments)
-        except Exception:  # the ranks run the same code: all of them get here
-            found[name] = [traceback.format_exc()]
-    return found
+    return ranks.each(CASES[world])
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import types
@@ -90,11 +89,9 @@ def test_a_rank_beside_a_gpu_runs_on_its_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 def most_on_one_gpu() -> int:
     """As on three ranks of two GPUs, the second shared."""
-    spec = importlib.util.spec_from_file_location("examples_common", EXAMPLES / "common.py")
-    assert spec is not None and spec.loader is not None
-    common = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = common
-    spec.loader.exec_module(common)
+    sys.path.insert(0, str(EXAMPLES))
+    import common
+
     uuid = ("a", "b", "b")[dist.get_rank()]
     torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid=uuid)
     return int(common._ranks_per_gpu(torch.device("cuda", 0)))
